@@ -1,0 +1,482 @@
+"""The search from Python: load, baselines, search, confirm, verify, export, stage by stage."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import inspect
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from sac_search import records, units
+from sac_search._version import __version__
+from sac_search.device import Clock
+from sac_search.errors import NoPolicyFits, StudyNotFound, UsageError, WorkloadError
+from sac_search.export import render_module, write_whole
+from sac_search.records import Evidence, FailureKind
+from sac_search.report import rows
+from sac_search.state import training_state_kept
+from sac_search.study.baselines import BASELINE_NAMES, FULL, NONE
+from sac_search.study.candidate import Candidate, rank
+from sac_search.study.finish import (
+    Winner,
+    choose_winner,
+    confirm,
+    stored_winner,
+    with_confirmed_figures,
+)
+from sac_search.study.measurer import Measurer
+from sac_search.study.result import SearchResult, find_candidate, floor_of, to_document
+from sac_search.study.sampler import SamplerName
+from sac_search.study.search import Search, SearchSettings
+from sac_search.study.space import LayerChoiceMode, build_space
+from sac_search.study.store import (
+    StudyStore,
+    check_same,
+    create_study,
+    newest_folder,
+    open_study,
+    unused_folder,
+)
+from sac_search.worker.client import WorkerClient
+from sac_search.worker.session import Description, Session, SessionSettings, Verdict, set_threads
+from sac_search.workload import (
+    BUILTIN_SPEC,
+    DEFAULT_FACTORY,
+    Workload,
+    check_workload,
+    require_file,
+    split_spec,
+)
+
+POLICY_FILE = "policy.py"
+RESULT_FILE = "result.json"
+LOG_FILE = "worker.log"
+
+
+class Listener(Protocol):
+    """Is told what a search does."""
+
+    def on_phase(self, name: str, total: int | None = None) -> None:
+        """A new stage begins."""
+
+    def on_note(self, text: str) -> None:
+        """Something that the user should read."""
+
+    def on_candidate(self, candidate: Candidate, trials_done: int, budget_bytes: int) -> None:
+        """A policy was measured."""
+
+
+class _Silence:
+    def on_phase(self, name: str, total: int | None = None) -> None: ...
+
+    def on_note(self, text: str) -> None: ...
+
+    def on_candidate(self, candidate: Candidate, trials_done: int, budget_bytes: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchOptions:
+    """Everything that a search can be told, beside the workload."""
+
+    budget_gb: float
+    """The budget for the peak of the whole step, in GiB (2**30 bytes)."""
+    study: str | None = None
+    """Name of the study; made of the workload and the budget when None."""
+    root: Path = Path("studies")
+    """The folder that holds the studies."""
+    fresh: bool = False
+    """Begin anew under a new name; nothing is deleted."""
+    device: str | None = None
+    """`cpu`, `cuda:0`, …; the machine's accelerator when None."""
+    layers: str | None = None
+    """FQN patterns of the layers, such as `model.layers.*`; found by themselves when None."""
+    layer_choice: LayerChoiceMode = LayerChoiceMode.COUNT
+    """A number of layers per kind, or a decision per layer."""
+    batch_size: int | None = None
+    """Handed to the factory when given."""
+    trials: int = 40
+    """Trials to measure beyond the baselines."""
+    timeout_seconds: float | None = None
+    """Stop searching after this time."""
+    trial_timeout_seconds: float | None = None
+    """Give a trial up after this time; twenty baselines' worth when None."""
+    sampler: SamplerName = SamplerName.GP
+    """Who proposes."""
+    seed: int = 0
+    """Of the sampler."""
+    clock: Clock | None = None
+    """What counts as step time; processor time on the CPU, elapsed time elsewhere when None."""
+    threads: int | None = None
+    """CPU threads of torch; one for processor time when None."""
+    steps: int = 5
+    """Timed steps per trial."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.budget_gb < float("inf"):
+            raise UsageError(f"the budget is {self.budget_gb} GiB; it must be more than nothing")
+        for name in ("trials", "steps", "threads", "batch_size"):
+            value = getattr(self, name)
+            least = 0 if name == "trials" else 1
+            if value is not None and value < least:
+                raise UsageError(f"{name} is {value}; it must be {least} or more")
+
+    @property
+    def budget_bytes(self) -> int:
+        """The budget in bytes."""
+        return units.gib_to_bytes(self.budget_gb)
+
+
+def search(
+    workload: Workload | str | Callable[..., Workload],
+    *,
+    budget_gb: float,
+    listener: Listener | None = None,
+    **options: Any,
+) -> SearchResult:
+    """Finds the policy that makes the workload's step fastest with its peak under the budget.
+
+    `workload` is a `Workload`, a factory that returns one, or the place of a factory
+    (`train.py:workload`). A factory that can be imported runs in a worker process, as from the
+    command line. A `Workload` is measured in this process, and everything that training steps
+    change is put back afterwards.
+
+    `budget_gb` is in GiB; `options` are the fields of `SearchOptions`.
+
+    Raises:
+        NoPolicyFits: nothing that was measured stays under the budget.
+        WorkloadError: the workload itself fails.
+        UsageError: an argument cannot be used, or the study is of another environment.
+    """
+    settings = _options(budget_gb, options)
+    told = listener or _Silence()
+    if isinstance(workload, Workload):
+        return _search_here(workload, settings, told)
+    spec = workload if isinstance(workload, str) else _spec_of(workload)
+    if spec is None:
+        assert not isinstance(workload, str)
+        return _search_here(workload(), settings, told)
+    return search_spec(spec, settings, told)
+
+
+def search_spec(spec: str, options: SearchOptions, listener: Listener) -> SearchResult:
+    """Searches the workload that `spec` names, in a worker process."""
+    name = _safe_name(options.study or default_study_name(spec, options.budget_gb))
+    require_file(spec)
+    with WorkerClient(
+        session_settings(spec, options),
+        _study_folder(name, options) / LOG_FILE,
+        trial_timeout_seconds=options.trial_timeout_seconds,
+    ) as client:
+        return run_search(client, name, options, listener)
+
+
+def session_settings(spec: str, options: SearchOptions) -> SessionSettings:
+    """Returns the part of the options that the worker needs."""
+    return SessionSettings(
+        spec=spec,
+        device=options.device,
+        layers=options.layers,
+        batch_size=options.batch_size,
+        clock=options.clock,
+        threads=options.threads,
+        steps=options.steps,
+    )
+
+
+def _search_here(workload: Workload, options: SearchOptions, listener: Listener) -> SearchResult:
+    check_workload(workload, "search()")
+    model_name = type(workload.model).__name__
+    name = _safe_name(options.study or f"{model_name}-{options.budget_gb:g}gib")
+    device = workload.parameters()[0].device
+    settings = session_settings(model_name, options)
+    with training_state_kept(workload), _threads_kept(settings, device):
+        session = Session(workload, settings, device)
+        return run_search(session, name, options, listener)
+
+
+def run_search(
+    measurer: Measurer, name: str, options: SearchOptions, listener: Listener
+) -> SearchResult:
+    """Runs all stages with any measurer. Returns the result, which is on disk by then.
+
+    Raises:
+        NoPolicyFits, WorkloadError, UsageError: as `search` does.
+    """
+    listener.on_phase("load")
+    description = measurer.describe()
+    for note in description.notes:
+        listener.on_note(note)
+    store = _open_or_create(name, options, description)
+    space = build_space(store.layers, options.layer_choice)
+    run = Search(
+        store=store,
+        space=space,
+        measurer=measurer,
+        settings=SearchSettings(
+            trials=options.trials,
+            timeout_seconds=options.timeout_seconds,
+            sampler=options.sampler,
+            seed=options.seed,
+        ),
+        on_candidate=lambda candidate, done: listener.on_candidate(
+            candidate, done, store.budget_bytes
+        ),
+    )
+    interrupted, reason = False, ""
+    try:
+        reason = _search_until_done(run, listener, options)
+    except KeyboardInterrupt:
+        interrupted, reason = True, "interrupted"
+        listener.on_note("Interrupted: verifying and exporting the best so far (again to give up).")
+    winner = _finish(store, measurer, listener, interrupted)
+    result = make_result(store, winner, reason, interrupted, tuple(description.notes))
+    _write_files(result, store.folder)
+    if result.best is None and not interrupted:
+        raise NoPolicyFits(no_fit_message(result))
+    return result
+
+
+def _search_until_done(run: Search, listener: Listener, options: SearchOptions) -> str:
+    listener.on_phase("baselines", total=options.trials)
+    first = run.measure_first()
+    none = first.get(NONE)
+    if none is not None and none.fits(run.store.budget_bytes):
+        return "the step fits without checkpointing"
+    _refuse_failing_workload(list(first.values()))
+    floor_bytes = floor_of(first.get(FULL), run.store.layers)
+    if floor_bytes is not None and floor_bytes > run.store.budget_bytes:
+        return "the budget is under the floor"
+    listener.on_phase("search")
+    return run.run()
+
+
+def _refuse_failing_workload(candidates: list[Candidate]) -> None:
+    memory = (FailureKind.OUT_OF_MEMORY, FailureKind.HOST_OUT_OF_MEMORY)
+    failures = [c.failure for c in candidates if c.failure is not None]
+    others = [failure for failure in failures if failure.kind not in memory]
+    if len(failures) == len(candidates) and others:
+        raise WorkloadError(
+            f"neither the step without checkpointing nor the one with runs: {others[0].kind}. "
+            f"{others[0].advice}\n{others[0].message}"
+        )
+
+
+def _finish(store: StudyStore, measurer: Measurer, listener: Listener, interrupted: bool) -> Winner:
+    candidates = store.candidates()
+    none = find_candidate(candidates, NONE)
+    if none is not None and none.fits(store.budget_bytes):
+        ranked = [none]
+    elif interrupted:
+        ranked = rank(candidates, store.budget_bytes)
+    else:
+        listener.on_phase("confirm")
+        ranked = confirm(store, measurer, candidates)
+    listener.on_phase("verify")
+
+    def on_verdict(candidate: Candidate, verdict: Verdict) -> None:
+        verification = verdict.verification
+        if verification is None or not verification.passed:
+            listener.on_note(f"{candidate.name} did not pass verification; the next best follows.")
+
+    return choose_winner(store, measurer, ranked, on_verdict)
+
+
+def _open_or_create(name: str, options: SearchOptions, description: Description) -> StudyStore:
+    folder = _study_folder(name, options)
+    try:
+        store = open_study(folder)
+    except StudyNotFound:
+        return create_study(
+            folder,
+            budget_bytes=options.budget_bytes,
+            environment=description.environment,
+            layers=description.layers,
+        )
+    check_same(store, description.environment, options.budget_bytes)
+    return store
+
+
+def _study_folder(name: str, options: SearchOptions) -> Path:
+    if options.fresh:
+        return unused_folder(options.root, name)
+    return newest_folder(options.root, name) or options.root / name
+
+
+# --- results --------------------------------------------------------------------------------------
+
+
+def make_result(
+    store: StudyStore, winner: Winner, reason: str, interrupted: bool, notes: tuple[str, ...]
+) -> SearchResult:
+    """Returns the result of a study, from what it holds."""
+    candidates = sorted(with_confirmed_figures(store, store.candidates()), key=_reading_order)
+    return SearchResult(
+        study_name=store.name,
+        folder=store.folder,
+        budget_bytes=store.budget_bytes,
+        environment=store.environment,
+        candidates=tuple(candidates),
+        best=winner.best,
+        verification=winner.verification,
+        layer_count=len(store.layers),
+        floor_bytes=floor_of(find_candidate(candidates, FULL), store.layers),
+        stop_reason=reason,
+        rejected=winner.rejected,
+        notes=notes,
+        interrupted=interrupted,
+    )
+
+
+def _reading_order(candidate: Candidate) -> int:
+    known = candidate.name in BASELINE_NAMES
+    return BASELINE_NAMES.index(candidate.name) if known else len(BASELINE_NAMES)
+
+
+def load_result(folder: Path) -> SearchResult:
+    """Returns the result of a study on disk, without measuring anything.
+
+    Raises:
+        StudyNotFound, StudyFileError: there is no such study, or it cannot be read.
+    """
+    store = open_study(folder)
+    return make_result(store, stored_winner(store), "read from the study", False, ())
+
+
+def render_policy(result: SearchResult, module_name: str = "policy") -> str:
+    """Returns the text of the exported module.
+
+    Raises:
+        UsageError: the study has no verified policy yet.
+    """
+    if result.best is None or result.best.measurement is None:
+        raise UsageError(
+            f"study {result.study_name!r} has no verified policy yet; run its search to the end"
+        )
+    figures = {
+        "step_seconds": result.best.step_seconds,
+        "peak_bytes": result.best.measurement.peak_bytes,
+        "overhead": result.overhead_of(result.best),
+    }
+    meta = {
+        "sac_search_version": __version__,
+        "study_name": result.study_name,
+        "evidence": str(Evidence.MEASURED),
+        "budget_bytes": result.budget_bytes,
+        "figures": figures,
+        "verification": records.to_builtins(result.verification),
+        "environment": records.to_builtins(result.environment),
+        "written": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+    environment = [f"  {label}: {value}" for label, value in result.environment.labelled()]
+    headline = [
+        f"Activation-checkpointing policy, found by sac-search {__version__}.",
+        "",
+        *rows.headline(result),
+        "",
+        "Measured in this environment:",
+        *environment,
+    ]
+    return render_module(result.best.policy, meta=meta, headline=headline, module_name=module_name)
+
+
+def no_fit_message(result: SearchResult) -> str:
+    """Returns why nothing fits: the smallest peak, the floor, and the phase that holds the peak."""
+    budget = units.format_gib(result.budget_bytes)
+    measured = [c for c in result.candidates if c.measurement is not None]
+    if not measured:
+        return (
+            f"no policy fits {budget}: every policy that was tried ran out of memory. "
+            "Use a smaller batch, or a device with more memory"
+        )
+    smallest = min(measured, key=lambda c: c.measurement.peak_bytes if c.measurement else 0)
+    assert smallest.measurement is not None
+    if smallest.fits(result.budget_bytes):
+        return f"policies fit {budget}, but none passed verification: {'; '.join(result.rejected)}"
+    lines = [
+        f"no policy fits {budget}.",
+        f"The smallest peak is {units.format_gib(smallest.measurement.peak_bytes)}, by "
+        f"{smallest.name} ({smallest.policy.describe()}); its peak is in the phase: "
+        f"{smallest.measurement.peak_phase}.",
+    ]
+    if result.floor_bytes is not None:
+        lines.append(
+            f"No checkpointing policy can go under {units.format_gib(result.floor_bytes)}: "
+            "parameters, gradients, optimizer state and its temporaries, and the loss."
+        )
+    lines.append("Use a larger budget, a smaller batch, or an optimizer with less state.")
+    return "\n".join(lines)
+
+
+def _write_files(result: SearchResult, folder: Path) -> None:
+    write_whole(folder / RESULT_FILE, json.dumps(to_document(result), indent=1) + "\n")
+    if result.best is not None:
+        write_whole(folder / POLICY_FILE, render_policy(result))
+
+
+# --- names ----------------------------------------------------------------------------------------
+
+
+def default_study_name(spec: str, budget_gb: float) -> str:
+    """Returns the name of a study when the user gives none: workload and budget."""
+    location, factory = split_spec(spec)
+    stem = "builtin" if spec == BUILTIN_SPEC else Path(location).stem
+    if factory != DEFAULT_FACTORY:
+        stem = f"{stem}-{factory}"
+    return f"{stem}-{budget_gb:g}gib"
+
+
+def _safe_name(name: str) -> str:
+    safe = re.sub(r"[^\w.+-]+", "_", name).strip(".")
+    if not safe:
+        raise UsageError(f"{name!r} cannot be the name of a study; use letters and digits")
+    return safe
+
+
+def _spec_of(factory: Callable[..., Workload]) -> str | None:
+    """Returns the place of a factory that a worker can import, or None."""
+    name = getattr(factory, "__qualname__", "")
+    try:
+        path = inspect.getsourcefile(factory)
+    except TypeError:
+        return None
+    if not path or not name.isidentifier() or not Path(path).is_file():
+        return None
+    return f"{path}:{name}"
+
+
+def _options(budget_gb: float, options: dict[str, Any]) -> SearchOptions:
+    known = {field.name: field for field in dataclasses.fields(SearchOptions)}
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        raise UsageError(f"search() takes no {unknown[0]!r}; it takes {', '.join(known)}")
+    enums: dict[str, Callable[[str], Any]] = {
+        "sampler": SamplerName,
+        "layer_choice": LayerChoiceMode,
+        "clock": Clock,
+        "root": Path,
+    }
+    for name, convert in enums.items():
+        if isinstance(options.get(name), str):
+            try:
+                options[name] = convert(options[name])
+            except ValueError as error:
+                raise UsageError(str(error)) from None
+    return SearchOptions(budget_gb=budget_gb, **options)
+
+
+@contextlib.contextmanager
+def _threads_kept(settings: SessionSettings, device: torch.device) -> Iterator[None]:
+    threads = torch.get_num_threads()
+    set_threads(settings, device)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

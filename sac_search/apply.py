@@ -1,0 +1,135 @@
+"""Puts a policy on a model, and takes it off again."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from sac_search.errors import UsageError
+from sac_search.opclasses import OpClass, classify
+from sac_search.policy import Policy, Tier
+from sac_search.policy_runtime import (
+    SaveSet,
+    checkpoint_layer,
+    restore_layer,
+    select_op,
+    tier_contexts,
+)
+
+
+class PolicyModule(Protocol):
+    """An exported policy module, as far as it is needed to try it."""
+
+    def apply(self, model: torch.nn.Module) -> Any:
+        """Checkpoints the policy's layers."""
+
+    def remove(self, model: torch.nn.Module) -> Any:
+        """Undoes it."""
+
+
+def apply_policy(model: torch.nn.Module, policy: Policy) -> None:
+    """Makes the policy's layers run under checkpointing, from now on.
+
+    Raises:
+        UsageError: the model lacks some of the layers (then nothing is changed), or a layer is
+            checkpointed already.
+    """
+    modules = dict(model.named_modules())
+    missing = [name for name in policy.layer_names if name not in modules]
+    if missing:
+        raise UsageError(
+            f"the model ({type(model).__name__}) has no layer {', '.join(missing[:5])}"
+            + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+            + "; the policy was made for another model, or the model is wrapped"
+        )
+    context_fns = [context_fn_for(tier) for tier in policy.tiers]
+    done: list[torch.nn.Module] = []
+    try:
+        for choice in policy.layers:
+            checkpoint_layer(modules[choice.name], context_fns[choice.tier])
+            done.append(modules[choice.name])
+    except ValueError as error:
+        for module in done:
+            restore_layer(module)
+        raise UsageError(str(error)) from error
+
+
+def remove_policy(model: torch.nn.Module) -> int:
+    """Undoes `apply_policy` exactly. Returns how many layers were checkpointed."""
+    return sum(restore_layer(module) for module in model.modules())
+
+
+@contextlib.contextmanager
+def applied(model: torch.nn.Module, policy: Policy | PolicyModule) -> Iterator[None]:
+    """Applies the policy, or an exported module's, inside the `with` block only."""
+    if not isinstance(policy, Policy):
+        policy.apply(model)
+        try:
+            yield
+        finally:
+            policy.remove(model)
+        return
+    apply_policy(model, policy)
+    try:
+        yield
+    finally:
+        remove_policy(model)
+
+
+def load_policy_module(path: Path) -> PolicyModule:
+    """Imports an exported module from its file.
+
+    Raises:
+        UsageError: there is no such file, or it is not an exported policy.
+    """
+    if not path.is_file():
+        raise UsageError(f"there is no policy file {str(path)!r}")
+    spec = importlib.util.spec_from_file_location("_sac_policy", path)
+    if spec is None or spec.loader is None:
+        raise UsageError(f"{str(path)!r} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    # As an import by name would, so that the module's classes can be pickled.
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise UsageError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
+    missing = [name for name in ("apply", "remove", "LAYERS", "META") if not hasattr(module, name)]
+    if missing:
+        raise UsageError(f"{path} is not a policy that sac-search exported: no {missing[0]} in it")
+    loaded: PolicyModule = module
+    return loaded
+
+
+def context_fn_for(tier: Tier) -> Callable[[], Any] | None:
+    """Returns the tier's `context_fn`, or None where plain checkpointing does the same."""
+    if tier.is_plain:
+        return None
+    if tier.every_second_matmul:
+        return functools.partial(_alternating_contexts, SaveSet(tier.ops))
+    return functools.partial(tier_contexts, SaveSet(tier.ops, save_random=tier.save_random))
+
+
+def _alternating_contexts(save_set: SaveSet) -> Any:
+    # One counter for the forward and one for the recompute: releases before 2.12 ask the policy in
+    # both, and both have to see the same sequence.
+    counts = {False: 0, True: 0}
+
+    def policy_fn(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        decision = select_op(save_set, ctx, op, *args, **kwargs)
+        if classify(str(op)) is not OpClass.MATMUL:
+            return decision
+        counts[ctx.is_recompute] += 1
+        if counts[ctx.is_recompute] % 2 == 0:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        return decision
+
+    return create_selective_checkpoint_contexts(policy_fn)

@@ -1,0 +1,334 @@
+"""The command line: arguments, exit codes and printing.
+
+0 a policy was found; 2 wrong usage; 3 no policy fits; 4 the workload itself fails; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import cyclopts
+from cyclopts import Parameter
+from rich.console import Console
+
+from sac_search import api, records
+from sac_search._version import __version__
+from sac_search.device import Clock
+from sac_search.errors import SacSearchError, StudyError, UsageError, WorkloadError
+from sac_search.export import write_whole
+from sac_search.report import rows, terminal
+from sac_search.study.result import SearchResult, to_document
+from sac_search.study.sampler import SamplerName
+from sac_search.study.space import LayerChoiceMode
+from sac_search.study.store import list_studies, newest_folder, open_study
+from sac_search.worker.client import WorkerClient
+from sac_search.workload import BUILTIN_SPEC, require_file
+
+INTERRUPTED = 130
+_WIDTH_OF_FILES = 150
+
+app = cyclopts.App(
+    name="sac-search",
+    help=(
+        "Finds the activation-checkpointing policy that makes a PyTorch training step fastest "
+        "while its peak memory stays under a budget.\n\n"
+        "    sac-search train.py --budget-gb 22\n\n"
+        "searches; the same command again continues. Without WORKLOAD it searches a built-in GPT."
+    ),
+    version=__version__,
+    help_format="plaintext",
+)
+
+_Device = Annotated[
+    str | None, Parameter(help="cpu, cuda, cuda:1, …; by default the machine's accelerator.")
+]
+_Layers = Annotated[
+    str | None,
+    Parameter(help="Names of the layers, as 'model.layers.*'; by default found by themselves."),
+]
+_BatchSize = Annotated[int | None, Parameter(help="Handed to the workload's factory.")]
+_Root = Annotated[Path, Parameter(help="The folder that holds the studies.")]
+_Json = Annotated[bool, Parameter(name="--json", negative="", help="Print JSON, for programs.")]
+_Threads = Annotated[
+    int | None, Parameter(help="CPU threads of torch; by default one when processor time counts.")
+]
+_ClockOption = Annotated[
+    Clock | None,
+    Parameter(help="cpu: processor time, default on the CPU. wall: elapsed time."),
+]
+
+
+@app.default
+def search(
+    workload: Annotated[
+        str, Parameter(help="train.py, train.py:factory or package.module:factory.")
+    ] = BUILTIN_SPEC,
+    *,
+    budget_gb: Annotated[
+        float, Parameter(help="Budget for the peak of the whole step, in GiB (2^30 bytes).")
+    ],
+    trials: Annotated[int, Parameter(help="Trials to measure beyond the baselines.")] = 40,
+    timeout: Annotated[float | None, Parameter(help="Stop searching after SECONDS.")] = None,
+    device: _Device = None,
+    layers: _Layers = None,
+    layer_choice: Annotated[
+        LayerChoiceMode,
+        Parameter(help="count: how many layers of each kind. each: a decision per layer."),
+    ] = LayerChoiceMode.COUNT,
+    batch_size: _BatchSize = None,
+    sampler: Annotated[SamplerName, Parameter(help="Who proposes the trials.")] = SamplerName.GP,
+    seed: Annotated[int, Parameter(help="Of the sampler.")] = 0,
+    steps: Annotated[int, Parameter(help="Timed steps per trial.")] = 5,
+    clock: _ClockOption = None,
+    threads: _Threads = None,
+    trial_timeout: Annotated[float | None, Parameter(help="Give a trial up after SECONDS.")] = None,
+    study: Annotated[str | None, Parameter(help="Name of the study.")] = None,
+    root: _Root = Path("studies"),
+    fresh: Annotated[
+        bool, Parameter(negative="", help="Begin anew under a new name; nothing is deleted.")
+    ] = False,
+    json_output: _Json = False,
+    quiet: Annotated[bool, Parameter(name=["--quiet", "-q"], negative="")] = False,
+    verbose: Annotated[bool, Parameter(name=["--verbose", "-v"], negative="")] = False,
+) -> int:
+    """Search the fastest policy under a budget, verify it and export it."""
+    options = api.SearchOptions(
+        budget_gb=budget_gb,
+        study=study,
+        root=root,
+        fresh=fresh,
+        device=device,
+        layers=layers,
+        layer_choice=layer_choice,
+        batch_size=batch_size,
+        trials=trials,
+        timeout_seconds=timeout,
+        trial_timeout_seconds=trial_timeout,
+        sampler=sampler,
+        seed=seed,
+        clock=clock,
+        threads=threads,
+        steps=steps,
+    )
+    progress = terminal.SearchProgress(
+        Console(stderr=json_output), quiet=quiet or json_output, verbose=verbose
+    )
+    if workload == BUILTIN_SPEC and device is None and not _has_accelerator():
+        options = replace(options, device="cpu")
+        progress.on_note(
+            "This machine has no accelerator that torch can use, so the small built-in GPT is "
+            "measured on the CPU."
+        )
+    with progress:
+        result = api.search_spec(workload, options, progress)
+    if json_output:
+        print_text(json.dumps(to_document(result), indent=1))
+    else:
+        _print_result(result, quiet=quiet)
+    return INTERRUPTED if result.interrupted else 0
+
+
+@app.command
+def export(
+    study: Annotated[str, Parameter(help="Name of a study, or its folder.")],
+    *,
+    output: Annotated[Path, Parameter(name=["--output", "-o"], help="The module to write.")] = Path(
+        "policy.py"
+    ),
+    root: _Root = Path("studies"),
+) -> int:
+    """Write a study's best policy as a Python module that needs torch alone."""
+    result = api.load_result(_find_study(study, root))
+    write_whole(output, api.render_policy(result, module_name=output.stem))
+    print_text(f"{output}: {result.policy.describe()}")
+    return 0
+
+
+@app.command
+def verify(
+    policy: Annotated[Path, Parameter(help="An exported policy module.")],
+    workload: Annotated[str, Parameter(help="train.py or train.py:factory.")] = BUILTIN_SPEC,
+    *,
+    device: _Device = None,
+    batch_size: _BatchSize = None,
+    clock: _ClockOption = None,
+    threads: _Threads = None,
+    steps: Annotated[int, Parameter(help="Timed steps.")] = 5,
+    json_output: _Json = False,
+) -> int:
+    """Apply an exported policy to a workload; compare gradients, measure peak and time."""
+    if not policy.is_file():
+        raise UsageError(f"there is no policy file {str(policy)!r}")
+    options = api.SearchOptions(
+        budget_gb=1,
+        device=_device_for(workload, device),
+        batch_size=batch_size,
+        clock=clock,
+        threads=threads,
+        steps=steps,
+    )
+    with _temporary_client(workload, options) as client:
+        client.describe()
+        verdict, outcome = client.try_module(policy.resolve())
+    if json_output:
+        document = {"verdict": verdict, "outcome": outcome}
+        print_text(json.dumps(records.to_builtins(document), indent=1))
+    else:
+        print_text("\n".join(rows.verification_lines(verdict, outcome)))
+    passed = verdict.verification is not None and verdict.verification.passed
+    return 0 if passed else WorkloadError.exit_code
+
+
+@app.command
+def trace(
+    workload: Annotated[str, Parameter(help="train.py or train.py:factory.")] = BUILTIN_SPEC,
+    *,
+    device: _Device = None,
+    layers: _Layers = None,
+    batch_size: _BatchSize = None,
+    clock: _ClockOption = None,
+    threads: _Threads = None,
+    json_output: _Json = False,
+) -> int:
+    """Show what each layer runs: ops, class, calls, MiB, ms, and whether it can be saved."""
+    options = api.SearchOptions(
+        budget_gb=1,
+        device=_device_for(workload, device),
+        layers=layers,
+        batch_size=batch_size,
+        clock=clock,
+        threads=threads,
+    )
+    with _temporary_client(workload, options) as client:
+        description = client.describe()
+    if json_output:
+        print_text(json.dumps(records.to_builtins(description), indent=1))
+        return 0
+    console = _output()
+    for line in rows.layer_lines(description.layers):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    console.print()
+    console.print(terminal.op_table(rows.op_rows(description.layers)))
+    return 0
+
+
+@app.command
+def studies(*, root: _Root = Path("studies"), json_output: _Json = False) -> int:
+    """List the studies, each with its budget, trials and best policy."""
+    entries, problems = [], []
+    for folder in list_studies(root):
+        try:
+            entries.append(api.load_result(folder))
+        except StudyError as error:
+            problems.append(str(error))
+    if json_output:
+        print_text(json.dumps([to_document(entry) for entry in entries], indent=1))
+    elif entries:
+        _output().print(terminal.study_table(entries))
+    else:
+        print_text(f"There is no study in {root}.")
+    for problem in problems:
+        print_error(problem)
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns the exit code."""
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        code = app(
+            list(sys.argv[1:] if arguments is None else arguments),
+            exit_on_error=False,
+            print_error=False,
+            result_action="return_value",
+        )
+    except cyclopts.CycloptsError as error:
+        print_error(f"{_usage_message(error)}\nType sac-search --help for what there is.")
+        return UsageError.exit_code
+    except WorkloadError as error:
+        if error.user_traceback:
+            print_error(error.user_traceback.rstrip())
+        print_error(str(error))
+        return error.exit_code
+    except SacSearchError as error:
+        print_error(str(error))
+        return error.exit_code
+    except KeyboardInterrupt:
+        print_error("Interrupted. What was measured is kept; the same command continues.")
+        return INTERRUPTED
+    return code if isinstance(code, int) else 0
+
+
+def print_text(text: str) -> None:
+    """Writes a line to standard output."""
+    sys.stdout.write(text + "\n")
+
+
+def print_error(text: str) -> None:
+    """Writes a line to standard error."""
+    sys.stderr.write(f"sac-search: {text}\n" if not text.startswith("Traceback") else text + "\n")
+
+
+def _output() -> Console:
+    # Tables that go into a file or a pipe need not fit a terminal.
+    return Console() if sys.stdout.isatty() else Console(width=_WIDTH_OF_FILES)
+
+
+def _interrupt(number: int, frame: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def _usage_message(error: cyclopts.CycloptsError) -> str:
+    return " ".join(str(error).split())
+
+
+def _has_accelerator() -> bool:
+    import torch
+
+    return torch.accelerator.is_available()
+
+
+def _device_for(workload: str, device: str | None) -> str | None:
+    if workload == BUILTIN_SPEC and device is None and not _has_accelerator():
+        return "cpu"
+    return device
+
+
+def _temporary_client(workload: str, options: api.SearchOptions) -> WorkerClient:
+    require_file(workload)
+    handle, log_path = tempfile.mkstemp(prefix="sac-search-", suffix=".log")
+    os.close(handle)
+    return WorkerClient(api.session_settings(workload, options), Path(log_path))
+
+
+def _find_study(study: str, root: Path) -> Path:
+    if Path(study).is_dir():
+        open_study(Path(study))
+        return Path(study)
+    folder = newest_folder(root, study)
+    if folder is None:
+        known = ", ".join(folder.name for folder in list_studies(root)) or "none"
+        raise UsageError(f"there is no study {study!r} in {root}; there are: {known}")
+    return folder
+
+
+def _print_result(result: SearchResult, *, quiet: bool) -> None:
+    console = _output()
+    if not quiet:
+        console.print()
+        console.print(terminal.candidate_table(rows.candidate_rows(result)))
+        console.print()
+    for line in rows.headline(result):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    if quiet:
+        return
+    for line in rows.closing_lines(result):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,415 @@
+"""The device: its name, its clock and its peak of memory. The only file with device-specific code.
+
+Accelerators are reached through `torch.accelerator` (2.9 or later), never by vendor name. On the
+CPU, where torch has no allocator statistics, the profiler's record of allocations is summed up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import functools
+import gc
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._C._autograd import DeviceType
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from sac_search.errors import UsageError
+from sac_search.records import Phase
+
+_PHASE_PREFIX = "sac_search.phase."
+
+
+class Clock(enum.StrEnum):
+    """What a step time is."""
+
+    CPU = "cpu"
+    """Processor time of the process: steady on a loaded machine, right for one thread."""
+    WALL = "wall"
+    """Elapsed time, the device synchronized on both sides."""
+
+
+def find_device(name: str | None) -> torch.device:
+    """Returns the device of that name, or the machine's accelerator when `name` is None.
+
+    Raises:
+        UsageError: there is no such device here.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if name is None:
+        if accelerator is None:
+            raise UsageError(
+                "this machine has no accelerator that torch can use; "
+                "add --device cpu to measure on the CPU"
+            )
+        return torch.device(accelerator.type, torch.accelerator.current_device_index())
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UsageError(f"--device {name}: {str(error).splitlines()[0]}") from error
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if accelerator is None or device.type != accelerator.type:
+        here = f"an accelerator of type {accelerator.type}" if accelerator else "the CPU only"
+        raise UsageError(f"--device {name}: torch can use {here} on this machine")
+    count = torch.accelerator.device_count()
+    index = torch.accelerator.current_device_index() if device.index is None else device.index
+    if index >= count:
+        raise UsageError(f"--device {name}: this machine has {count} of them, counted from 0")
+    return torch.device(device.type, index)
+
+
+def use_device(device: torch.device) -> None:
+    """Makes `device` the current one of this process."""
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index or 0)
+
+
+def default_clock(device: torch.device) -> Clock:
+    """Returns processor time on the CPU and elapsed time on accelerators."""
+    return Clock.CPU if device.type == "cpu" else Clock.WALL
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until the device has done all its work."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def free_cached_memory(device: torch.device) -> None:
+    """Collects garbage and gives unused cached blocks back to the device."""
+    gc.collect()
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+        torch.accelerator.memory.empty_cache()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceFigures:
+    """What the device is."""
+
+    name: str
+    """The product name."""
+    total_bytes: int
+    """Its memory."""
+    driver: str | None
+    """The driver's version, where torch or the system tells it."""
+
+
+def describe_device(device: torch.device) -> DeviceFigures:
+    """Returns the device's name, memory and driver."""
+    if device.type == "cpu":
+        return DeviceFigures(name=_cpu_name(), total_bytes=_host_memory_bytes(), driver=None)
+    module = torch.get_device_module(device)
+    name = (
+        str(module.get_device_name(device)) if hasattr(module, "get_device_name") else device.type
+    )
+    return DeviceFigures(
+        name=name, total_bytes=device_memory(device)[1], driver=_driver_version(device)
+    )
+
+
+def device_memory(device: torch.device) -> tuple[int, int]:
+    """Returns free and total bytes of the device, all processes counted."""
+    if device.type == "cpu":
+        return _available_host_bytes(), _host_memory_bytes()
+    if hasattr(torch.accelerator.memory, "get_memory_info"):
+        free_bytes, total_bytes = torch.accelerator.memory.get_memory_info(device)
+    else:  # torch 2.9
+        free_bytes, total_bytes = torch.get_device_module(device).mem_get_info(device)
+    return int(free_bytes), int(total_bytes)
+
+
+def allocator_settings(device: torch.device) -> str:
+    """Returns the allocator settings of the environment, as text; empty on the CPU."""
+    if device.type == "cpu":
+        return ""
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+    return " ".join(f"{name}={os.environ[name]}" for name in names if os.environ.get(name))
+
+
+# --- time -----------------------------------------------------------------------------------------
+
+
+def time_call(call: Callable[[], Any], device: torch.device, clock: Clock) -> float:
+    """Returns the seconds that `call` takes, the device idle before and after."""
+    now = time.process_time if clock is Clock.CPU else time.perf_counter
+    synchronize(device)
+    start = now()
+    call()
+    synchronize(device)
+    return now() - start
+
+
+class OpTimer:
+    """Times many small calls without waiting for the device after each.
+
+    `start()` and `stop()` bracket a call; `seconds()` then gives one figure per bracket, in order.
+    """
+
+    def __init__(self, device: torch.device, clock: Clock) -> None:
+        self._device = device
+        self._now = time.process_time if clock is Clock.CPU else time.perf_counter
+        self._marks: list[Any] = []
+
+    def start(self) -> None:
+        """Marks the beginning of a call."""
+        self._mark()
+
+    def stop(self) -> None:
+        """Marks its end."""
+        self._mark()
+
+    def seconds(self) -> list[float]:
+        """Returns the seconds between each start and its stop."""
+        synchronize(self._device)
+        pairs = zip(self._marks[::2], self._marks[1::2], strict=True)
+        if self._device.type == "cpu":
+            return [end - start for start, end in pairs]
+        return [start.elapsed_time(end) / 1e3 for start, end in pairs]
+
+    def _mark(self) -> None:
+        if self._device.type == "cpu":
+            self._marks.append(self._now())
+            return
+        event = torch.Event(self._device, enable_timing=True)
+        event.record()
+        self._marks.append(event)
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class PeakReading:
+    """The highest bytes of one step. Filled when the step is over."""
+
+    phase_peak_bytes: dict[Phase, int] = field(default_factory=dict)
+    """Highest allocated bytes in each phase."""
+    reserved_bytes: int | None = None
+    """Highest bytes held by the caching allocator."""
+    device_bytes: int | None = None
+    """Bytes in use on the whole device at the end."""
+    alloc_retries: int = 0
+    """Allocator retries during the step."""
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Highest allocated bytes of the step."""
+        return max(self.phase_peak_bytes.values())
+
+    @property
+    def peak_phase(self) -> Phase:
+        """The phase that holds it."""
+        return max(self.phase_peak_bytes, key=lambda phase: self.phase_peak_bytes[phase])
+
+    @property
+    def limited_bytes(self) -> int:
+        """The peak that a budget limits: reserved where there is a caching allocator."""
+        return self.allocated_bytes if self.reserved_bytes is None else self.reserved_bytes
+
+
+def read_peak(
+    run_step: Callable[[], Any], drop_gradients: Callable[[], None], device: torch.device
+) -> PeakReading:
+    """Runs `run_step` twice and returns the peak of the second, per phase.
+
+    The optimizer's state must exist already. `run_step` calls `mark_phase` as it goes along.
+    """
+    meter = _read_cpu_peak if device.type == "cpu" else _read_accelerator_peak
+    return meter(run_step, drop_gradients, device)
+
+
+_phase_listeners: list[Callable[[Phase], None]] = []
+
+
+def mark_phase(phase: Phase) -> None:
+    """Says that `phase` begins; heard only while `read_peak` listens."""
+    for listener in _phase_listeners:
+        listener(phase)
+
+
+@contextlib.contextmanager
+def _listening(listener: Callable[[Phase], None]) -> Iterator[None]:
+    _phase_listeners.append(listener)
+    try:
+        yield
+    finally:
+        _phase_listeners.remove(listener)
+
+
+def _read_accelerator_peak(
+    run_step: Callable[[], Any], drop_gradients: Callable[[], None], device: torch.device
+) -> PeakReading:
+    memory = torch.accelerator.memory
+    drop_gradients()
+    free_cached_memory(device)
+    run_step()
+    free_cached_memory(device)
+    reading = PeakReading()
+    current = Phase.FORWARD
+    retries = _alloc_retries(device)
+    highest_reserved = 0
+
+    def close_phase(next_phase: Phase | None) -> None:
+        # The allocator counts when memory is asked for, so no synchronization is needed here.
+        nonlocal current, highest_reserved
+        peak = int(memory.max_memory_allocated(device))
+        reading.phase_peak_bytes[current] = max(peak, reading.phase_peak_bytes.get(current, 0))
+        highest_reserved = max(highest_reserved, int(memory.max_memory_reserved(device)))
+        memory.reset_peak_memory_stats(device)
+        current = next_phase or current
+
+    memory.reset_peak_memory_stats(device)
+    with _listening(close_phase):
+        run_step()
+    synchronize(device)
+    close_phase(None)
+    free_bytes, total_bytes = device_memory(device)
+    reading.reserved_bytes = highest_reserved
+    reading.device_bytes = total_bytes - free_bytes
+    reading.alloc_retries = _alloc_retries(device) - retries
+    return reading
+
+
+def _alloc_retries(device: torch.device) -> int:
+    return int(torch.accelerator.memory.memory_stats(device).get("num_alloc_retries", 0))
+
+
+def _read_cpu_peak(
+    run_step: Callable[[], Any], drop_gradients: Callable[[], None], device: torch.device
+) -> PeakReading:
+    # Frees of blocks older than the profile are not recorded. So gradients go first, and the first
+    # of two profiled steps brings everything that lives from step to step into the record.
+    drop_gradients()
+    gc.collect()
+    resident_bytes = live_tensor_bytes(device)
+
+    def mark(phase: Phase) -> None:
+        with record_function(_PHASE_PREFIX + phase.name):
+            pass
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        run_step()
+        with record_function(_PHASE_PREFIX + "START"):
+            pass
+        with _listening(mark):
+            run_step()
+    kineto_events = profiled.profiler.kineto_results.events()
+    events = [
+        (event.start_ns(), event.name(), event.nbytes())
+        for event in kineto_events
+        if event.name().startswith(_PHASE_PREFIX)
+        or (event.name() == "[memory]" and event.device_type() == DeviceType.CPU)
+    ]
+    return PeakReading(phase_peak_bytes=_sum_events(sorted(events), resident_bytes))
+
+
+def _sum_events(events: list[tuple[int, str, int]], resident_bytes: int) -> dict[Phase, int]:
+    live_bytes = resident_bytes
+    started = False
+    current = Phase.FORWARD
+    peaks: dict[Phase, int] = {}
+    for _, name, size_bytes in events:
+        if name == "[memory]":
+            live_bytes += size_bytes
+        elif name == _PHASE_PREFIX + "START":
+            started = True
+        else:
+            current = Phase[name.removeprefix(_PHASE_PREFIX)]
+        if started:
+            peaks[current] = max(live_bytes, peaks.get(current, 0))
+    return peaks
+
+
+def live_tensor_bytes(device: torch.device) -> int:
+    """Returns the bytes of all storages on `device` that some Python object holds, each once."""
+    storages: dict[int, int] = {}
+    for candidate in gc.get_objects():
+        if issubclass(type(candidate), torch.Tensor):
+            _add_storage(candidate, device, storages)
+            if candidate.is_leaf and candidate.grad is not None:
+                _add_storage(candidate.grad, device, storages)
+    return sum(storages.values())
+
+
+def _add_storage(tensor: torch.Tensor, device: torch.device, storages: dict[int, int]) -> None:
+    if tensor.device.type != device.type:
+        return
+    try:
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+    except (RuntimeError, NotImplementedError):  # no storage of its own: sparse, wrapper subclasses
+        return
+    if address:
+        storages[address] = storage.nbytes()
+
+
+# --- phases ---------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def phases_marked(model: torch.nn.Module) -> Iterator[None]:
+    """Calls `mark_phase` as the steps of `model` go from phase to phase, inside the block."""
+    plain_backward = torch.autograd.backward
+
+    @functools.wraps(plain_backward)
+    def backward(*args: Any, **kwargs: Any) -> None:
+        mark_phase(Phase.BACKWARD)
+        plain_backward(*args, **kwargs)
+        mark_phase(Phase.CLIPPING)
+
+    def on_optimizer(optimizer: Any, args: Any, kwargs: Any) -> None:
+        mark_phase(Phase.OPTIMIZER)
+
+    removers = [
+        model.register_forward_pre_hook(lambda module, args: mark_phase(Phase.FORWARD)),
+        model.register_forward_hook(lambda module, args, output: mark_phase(Phase.LOSS)),
+        register_optimizer_step_pre_hook(on_optimizer),
+    ]
+    torch.autograd.backward = backward
+    try:
+        yield
+    finally:
+        torch.autograd.backward = plain_backward
+        for remover in removers:
+            remover.remove()
+
+
+# --- the machine ----------------------------------------------------------------------------------
+
+
+def _cpu_name() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _host_memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _available_host_bytes() -> int:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return _host_memory_bytes()
+
+
+def _driver_version(device: torch.device) -> str | None:
+    with contextlib.suppress(OSError):
+        if device.type == "cuda" and torch.version.cuda:
+            return Path("/sys/module/nvidia/version").read_text().strip()
+    return None

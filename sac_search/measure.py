@@ -1,0 +1,176 @@
+"""Runs a workload's step under policies and reads what it costs: peak bytes, then step seconds.
+
+Steps of a reference policy run in turn with those of the policy that is measured, so that a slow
+drift of the machine falls on both and cancels in their ratio.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from sac_search.apply import PolicyModule, applied
+from sac_search.device import (
+    Clock,
+    PeakReading,
+    free_cached_memory,
+    phases_marked,
+    read_peak,
+    time_call,
+)
+from sac_search.failures import NonFiniteLoss, failure_from
+from sac_search.policy import Policy
+from sac_search.records import Measurement, Outcome
+from sac_search.workload import Workload
+
+# Above this a step is long enough for its own noise to average out, and three steps are enough.
+_LONG_STEP_SECONDS = 4.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMeter:
+    """Measures policies of one workload on one device."""
+
+    workload: Workload
+    """The step."""
+    device: torch.device
+    """Where it runs."""
+    clock: Clock
+    """What counts as its time."""
+    steps: int = 5
+    """Timed steps of each policy."""
+
+    def measure(self, policy: Policy | PolicyModule, reference: Policy) -> Outcome:
+        """Returns the peak and the step time of `policy`.
+
+        Whatever the step raises becomes the outcome's failure, and the model is as it was.
+        """
+        return self.compare([policy], reference, steps=self.steps)[0]
+
+    def compare(
+        self, policies: Sequence[Policy | PolicyModule], reference: Policy, *, steps: int
+    ) -> list[Outcome]:
+        """Returns an outcome per policy, their timed steps interleaved."""
+        outcomes: dict[int, Outcome] = {}
+        readings: dict[int, PeakReading] = {}
+        for index, policy in enumerate(policies):
+            try:
+                readings[index] = self._read_peak(policy)
+            except Exception as error:
+                outcomes[index] = self._failed(error)
+        running = {index: policies[index] for index in readings}
+        if not running:
+            return [outcomes[index] for index in range(len(policies))]
+        timings = _Timings()
+        for _ in range(steps):
+            for index, raised in self._time_round(running, reference, timings).items():
+                outcomes[index] = self._failed(raised)
+                del running[index]
+            if timings.is_long():
+                break
+        for index in running:
+            outcomes[index] = Outcome(measurement=timings.measurement(index, readings[index]))
+        return [outcomes[index] for index in range(len(policies))]
+
+    def run_untimed_step(self, policy: Policy | PolicyModule) -> float:
+        """Runs one step under `policy`, which makes the optimizer's state. Returns the loss."""
+        with applied(self.workload.model, policy):
+            loss = float(self.workload.run_step())
+        free_cached_memory(self.device)
+        return loss
+
+    def _read_peak(self, policy: Policy | PolicyModule) -> PeakReading:
+        with applied(self.workload.model, policy), phases_marked(self.workload.model):
+            return read_peak(self._run_step, self.workload.drop_gradients, self.device)
+
+    def _run_step(self) -> float:
+        loss = float(self.workload.run_step())
+        if not math.isfinite(loss):
+            raise NonFiniteLoss(f"the loss is {loss}")
+        return loss
+
+    def _time_round(
+        self, running: dict[int, Policy | PolicyModule], reference: Policy, timings: _Timings
+    ) -> dict[int, Exception]:
+        errors: dict[int, Exception] = {}
+        reference_seconds, _ = self._time_step(reference)
+        timings.reference_seconds.append(reference_seconds)
+        for index, policy in running.items():
+            try:
+                seconds, loss = self._time_step(policy)
+            except Exception as error:
+                errors[index] = error
+                continue
+            timings.add(index, seconds, loss)
+        return errors
+
+    def _time_step(self, policy: Policy | PolicyModule) -> tuple[float, float]:
+        losses: list[torch.Tensor] = []
+        with applied(self.workload.model, policy):
+            seconds = time_call(
+                lambda: losses.append(self.workload.run_step()), self.device, self.clock
+            )
+        loss = float(losses[0])
+        if not math.isfinite(loss):
+            raise NonFiniteLoss(f"the loss is {loss}")
+        return seconds, loss
+
+    def _failed(self, error: Exception) -> Outcome:
+        failure = failure_from(error)
+        # The traceback holds the frames, and they hold the activations.
+        error.__traceback__ = None
+        error.__context__ = None
+        error.__cause__ = None
+        self.workload.drop_gradients()
+        free_cached_memory(self.device)
+        return Outcome(failure=failure)
+
+
+class _Timings:
+    """The seconds of every timed step, and their medians."""
+
+    def __init__(self) -> None:
+        self.reference_seconds: list[float] = []
+        self._seconds: dict[int, list[float]] = {}
+        self._losses: dict[int, float] = {}
+
+    def add(self, index: int, seconds: float, loss: float) -> None:
+        self._seconds.setdefault(index, []).append(seconds)
+        self._losses[index] = loss
+
+    def is_long(self) -> bool:
+        rounds = len(self.reference_seconds)
+        return rounds >= 3 and min(self.reference_seconds) > _LONG_STEP_SECONDS
+
+    def measurement(self, index: int, reading: PeakReading) -> Measurement:
+        seconds = self._seconds[index]
+        ratios = [a / b for a, b in zip(seconds, self.reference_seconds, strict=True)]
+        return Measurement(
+            peak_bytes=reading.limited_bytes,
+            allocated_bytes=reading.allocated_bytes,
+            reserved_bytes=reading.reserved_bytes,
+            device_bytes=reading.device_bytes,
+            peak_phase=reading.peak_phase,
+            phase_peak_bytes=reading.phase_peak_bytes,
+            step_seconds=statistics.median(seconds),
+            step_noise_fraction=noise_fraction(ratios),
+            reference_seconds=statistics.median(self.reference_seconds),
+            relative_seconds=statistics.median(ratios),
+            steps=len(seconds),
+            loss=self._losses[index],
+            alloc_retries=reading.alloc_retries,
+        )
+
+
+def noise_fraction(values: Sequence[float]) -> float:
+    """Returns the standard error of the median of `values`, as a fraction of it.
+
+    The spread is estimated from the median absolute deviation, which one slow step cannot move.
+    """
+    middle = statistics.median(values)
+    deviation = 1.4826 * statistics.median(abs(value - middle) for value in values)
+    return 1.2533 * deviation / math.sqrt(len(values)) / middle

@@ -1,0 +1,1 @@
+"""What people see of a search: rows first, then a terminal."""

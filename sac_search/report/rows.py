@@ -1,0 +1,258 @@
+"""The rows of every table, as plain text and numbers. Pure: no terminal, no HTML."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sac_search import units
+from sac_search.records import Outcome, Verification
+from sac_search.study.baselines import FULL, NONE
+from sac_search.study.candidate import Candidate
+from sac_search.study.result import SearchResult
+from sac_search.study.space import decision_class, unsavable_ops
+from sac_search.trace import LayerTrace
+from sac_search.worker.session import Verdict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CandidateRow:
+    """A policy in the final table."""
+
+    name: str
+    """Its name; the winner's is `best`."""
+    description: str
+    """The policy in a few words."""
+    step: str
+    """Step time with its spread: `312.4 ms ±0.6%`."""
+    overhead: str
+    """Step time above that without checkpointing."""
+    peak: str
+    """Peak of the step."""
+    verdict: str
+    """`fits`, `over`, or why there are no figures."""
+    is_best: bool = False
+    """Whether it is the winner."""
+
+
+def candidate_rows(result: SearchResult) -> list[CandidateRow]:
+    """Returns a row per baseline, in the order of the ladder, and the winner's last."""
+    rows = [_candidate_row(result, c, c.name) for c in result.candidates if c.is_baseline]
+    if result.best is not None:
+        name = f"best ({result.best.name})"
+        rows.append(_candidate_row(result, result.best, name, is_best=True))
+    return rows
+
+
+def _candidate_row(
+    result: SearchResult, candidate: Candidate, name: str, *, is_best: bool = False
+) -> CandidateRow:
+    measurement = candidate.measurement
+    if measurement is None or candidate.step_seconds is None:
+        assert candidate.failure is not None
+        return CandidateRow(
+            name=name,
+            description=candidate.policy.describe(),
+            step="–",
+            overhead="–",
+            peak="–",
+            verdict=str(candidate.failure.kind),
+            is_best=is_best,
+        )
+    overhead = result.overhead_of(candidate)
+    noise_percent = 100 * measurement.step_noise_fraction
+    return CandidateRow(
+        name=name,
+        description=candidate.policy.describe(),
+        step=f"{units.format_seconds(candidate.step_seconds)} ±{noise_percent:.1f}%",
+        overhead="–" if overhead is None else units.format_percent(overhead),
+        peak=units.format_gib(measurement.peak_bytes),
+        verdict="fits" if candidate.fits(result.budget_bytes) else "over",
+        is_best=is_best,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpRow:
+    """An op in the table of `sac-search trace`, all layers of a kind together."""
+
+    kind: str
+    """Layer kind."""
+    op: str
+    """The overload."""
+    op_class: str
+    """Its class."""
+    calls: int
+    """Calls in one layer."""
+    mib: float
+    """MiB that one layer's calls return."""
+    milliseconds: float
+    """Forward milliseconds of one layer's calls, averaged over the layers of the kind."""
+    saved_by: str
+    """The decision that saves it, or why it cannot be saved."""
+    savable: bool
+    """Whether it can be saved."""
+
+
+def op_rows(layers: Sequence[LayerTrace]) -> list[OpRow]:
+    """Returns a row per layer kind and op, in the order in which they run."""
+    reasons = unsavable_ops(layers)
+    by_kind: dict[str, list[LayerTrace]] = {}
+    for layer in layers:
+        by_kind.setdefault(layer.kind, []).append(layer)
+    rows = []
+    for kind, members in by_kind.items():
+        for op in members[0].ops:
+            seconds = [o.seconds for layer in members for o in layer.ops if o.op == op.op]
+            reason = reasons[op.op]
+            rows.append(
+                OpRow(
+                    kind=kind,
+                    op=op.op,
+                    op_class="view" if op.view else str(op.op_class),
+                    calls=op.calls,
+                    mib=op.output_bytes / units.MIB,
+                    milliseconds=1e3 * sum(seconds) / len(seconds),
+                    saved_by=f"no: {reason}" if reason else f"save.{decision_class(op)}",
+                    savable=not reason,
+                )
+            )
+    return rows
+
+
+def headline(result: SearchResult) -> list[str]:
+    """Returns the outcome in a few sentences."""
+    budget = units.format_gib(result.budget_bytes)
+    best = result.best
+    if best is None or best.measurement is None or best.step_seconds is None:
+        return [f"No policy fits {budget}."]
+    peak = units.format_gib(best.measurement.peak_bytes)
+    if result.needs_no_checkpointing:
+        return [
+            f"No checkpointing needed: the step without it peaks at {peak}, "
+            f"under the budget of {budget}.",
+            _where_it_would_bind(result),
+        ]
+    lines = [
+        f"{best.policy.describe()}: {units.format_seconds(best.step_seconds)} per step, "
+        f"peak {peak} of {budget}."
+    ]
+    lines += [line for line in (_against(result, FULL), _against(result, NONE)) if line]
+    if result.verification is not None:
+        lines.append(verification_line(result))
+    return lines
+
+
+def _where_it_would_bind(result: SearchResult) -> str:
+    full, none = result.full, result.none
+    if full is None or full.measurement is None or none is None or none.measurement is None:
+        return ""
+    low, high = full.measurement.peak_bytes, none.measurement.peak_bytes
+    return (
+        f"The budget does not bind. Between {units.format_gib(low)} (every layer checkpointed) and "
+        f"{units.format_gib(high)} it would, for example: --budget-gb "
+        f"{(low + high) / 2 / units.GIB:.2g}"
+    )
+
+
+def _against(result: SearchResult, name: str) -> str:
+    other = result.full if name == FULL else result.none
+    best = result.best
+    if other is None or other.step_seconds is None or best is None or best.step_seconds is None:
+        return ""
+    assert other.measurement is not None and best.measurement is not None
+    if other.policy.key == best.policy.key:
+        return ""
+    change = units.format_percent(best.step_seconds / other.step_seconds - 1)
+    saved = units.format_percent(best.measurement.peak_bytes / other.measurement.peak_bytes - 1)
+    what = "full checkpointing" if name == FULL else "no checkpointing"
+    return f"Against {what}: step time {change}, peak {saved}."
+
+
+def closing_lines(result: SearchResult) -> list[str]:
+    """Returns why the search stopped, where the files are, and what to type next."""
+    trials = sum(not candidate.is_baseline for candidate in result.candidates)
+    baseline_count = len(result.candidates) - trials
+    lines = [
+        f"Stopped after {baseline_count} baselines and {trials} trials: {result.stop_reason}.",
+        f"Clock: {_CLOCKS[result.environment.clock]}.",
+    ]
+    lines += [f"Rejected: {reason}" for reason in result.rejected]
+    if result.folder is not None and result.best is not None:
+        policy_path = result.folder / "policy.py"
+        lines += [
+            f"Files: {policy_path}, {result.folder / 'result.json'}, {result.folder / 'study.db'}",
+            f"Next: copy {policy_path} beside your training script; import policy; "
+            "policy.apply(model)",
+        ]
+    return lines
+
+
+_CLOCKS = {
+    "cpu": "processor time of one process (--clock wall for elapsed time)",
+    "wall": "elapsed time",
+}
+
+
+def verification_lines(verdict: Verdict, outcome: Outcome) -> list[str]:
+    """Returns what `sac-search verify` found, for people."""
+    lines = []
+    if verdict.failure is not None:
+        lines.append(f"FAILED: {verdict.failure.kind}. {verdict.failure.advice}")
+        lines.append(verdict.failure.message)
+    elif verdict.verification is not None:
+        word = "passed" if verdict.verification.passed else "FAILED"
+        lines.append(f"Verification {word}. {describe_verification(verdict.verification)}")
+    measurement = outcome.measurement
+    if measurement is not None:
+        lines.append(
+            f"Peak {units.format_gib(measurement.peak_bytes)} (in {measurement.peak_phase}), "
+            f"{units.format_seconds(measurement.step_seconds)} per step "
+            f"±{100 * measurement.step_noise_fraction:.1f}%, "
+            f"{units.format_percent(measurement.relative_seconds - 1)} against full checkpointing."
+        )
+    elif outcome.failure is not None and verdict.failure is None:
+        lines.append(f"Not measured: {outcome.failure.kind}. {outcome.failure.advice}")
+    return lines
+
+
+def layer_lines(layers: Sequence[LayerTrace]) -> list[str]:
+    """Returns a line per layer kind: how many layers, which, and what they take in."""
+    by_kind: dict[str, list[LayerTrace]] = {}
+    for layer in layers:
+        by_kind.setdefault(layer.kind, []).append(layer)
+    lines = []
+    for kind, members in by_kind.items():
+        names = members[0].name if len(members) == 1 else f"{members[0].name} … {members[-1].name}"
+        plural = "s" if len(members) > 1 else ""
+        lines.append(
+            f"{kind}: {len(members)} layer{plural} ({names}), "
+            f"{members[0].parameter_count:,} parameters and "
+            f"{units.format_mib(members[0].input_bytes)} of inputs each"
+        )
+    return lines
+
+
+def verification_line(result: SearchResult) -> str:
+    """Returns the winner's verification in a sentence or two."""
+    assert result.verification is not None
+    return describe_verification(result.verification)
+
+
+def describe_verification(verification: Verification) -> str:
+    """Returns a verification in a sentence or two."""
+    what = "no checkpointing" if verification.reference == NONE else "full checkpointing"
+    if verification.bitwise:
+        line = f"Loss and every gradient are bitwise those of {what}."
+    elif not verification.passed:
+        line = (
+            f"The gradients are not those of {what}: {verification.worst_parameter} is off by "
+            f"{verification.worst_gradient_difference:.1e} of its largest value, the loss by "
+            f"{verification.loss_difference:.1e}."
+        )
+    else:
+        line = (
+            f"Loss and gradients agree with {what} within {verification.tolerance:.0e} "
+            f"(worst {verification.worst_gradient_difference:.1e})."
+        )
+    return f"{line} {verification.note}".strip()

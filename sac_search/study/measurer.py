@@ -1,0 +1,26 @@
+"""The protocol through which the study measures: a worker's client, a session, a script in tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from sac_search.policy import Policy
+from sac_search.records import Outcome
+from sac_search.worker.session import Description, Verdict
+
+
+class Measurer(Protocol):
+    """Whatever can run the workload's step under a policy."""
+
+    def describe(self) -> Description:
+        """Returns the workload's environment and layers."""
+
+    def measure(self, policy: Policy) -> Outcome:
+        """Returns what `policy` costs. Never raises for what the policy does."""
+
+    def compare(self, policies: Sequence[Policy], steps: int) -> list[Outcome]:
+        """Returns what each policy costs, `steps` timed steps each, interleaved."""
+
+    def verify(self, policy: Policy) -> Verdict:
+        """Returns how far the policy's gradients are from those without checkpointing."""

@@ -1,0 +1,150 @@
+"""The end of a search: the winner, everything that was tried, and what it all belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sac_search import records
+from sac_search.policy import Policy
+from sac_search.records import SCHEMA_VERSION, Environment, Evidence, Phase, Verification
+from sac_search.study.baselines import FULL, NONE
+from sac_search.study.candidate import Candidate
+from sac_search.trace import LayerTrace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchResult:
+    """What a search found."""
+
+    study_name: str
+    """Name of the study."""
+    folder: Path | None
+    """Where its files are; None for a search that kept none."""
+    budget_bytes: int
+    """The budget."""
+    environment: Environment
+    """What all figures belong to."""
+    candidates: tuple[Candidate, ...]
+    """Everything that was measured, baselines first."""
+    best: Candidate | None
+    """The winner; None when nothing fits."""
+    verification: Verification | None
+    """Its gradients against those without checkpointing."""
+    layer_count: int
+    """Checkpointable layers of the model."""
+    floor_bytes: int | None
+    """The peak that no policy can go under; None when full checkpointing was not measured."""
+    stop_reason: str
+    """Why the search stopped."""
+    rejected: tuple[str, ...] = ()
+    """Names of candidates that did not pass verification, each with the reason."""
+    notes: tuple[str, ...] = ()
+    """Sentences that the user should read."""
+    interrupted: bool = False
+    """Whether the user stopped it."""
+
+    @property
+    def policy(self) -> Policy:
+        """The winner's policy.
+
+        Raises:
+            ValueError: nothing fits the budget.
+        """
+        if self.best is None:
+            raise ValueError("no policy fits the budget")
+        return self.best.policy
+
+    @property
+    def none(self) -> Candidate | None:
+        """The step without checkpointing."""
+        return find_candidate(self.candidates, NONE)
+
+    @property
+    def full(self) -> Candidate | None:
+        """The step with every layer checkpointed."""
+        return find_candidate(self.candidates, FULL)
+
+    @property
+    def needs_no_checkpointing(self) -> bool:
+        """Whether the step fits the budget as it is."""
+        return self.best is not None and not self.best.policy.layers
+
+    def overhead_of(self, candidate: Candidate) -> float | None:
+        """Returns the step time above that without checkpointing, as a fraction of it."""
+        none = self.none
+        if none is None or none.step_seconds is None or candidate.step_seconds is None:
+            return None
+        return candidate.step_seconds / none.step_seconds - 1
+
+
+def find_candidate(candidates: Sequence[Candidate], name: str) -> Candidate | None:
+    """Returns the candidate of that name."""
+    return next((candidate for candidate in candidates if candidate.name == name), None)
+
+
+def floor_of(full: Candidate | None, layers: Sequence[LayerTrace]) -> int | None:
+    """Returns the bytes that no checkpointing policy can go under, from the step under `full`.
+
+    Parameters, gradients, optimizer state and its temporaries are there whatever is checkpointed.
+    So is what the loss needs, save for the layers' inputs, which that step keeps and another might
+    not.
+    """
+    if full is None or full.measurement is None:
+        return None
+    peaks = full.measurement.phase_peak_bytes
+    inputs_bytes = sum(layer.input_bytes for layer in layers)
+    fixed = [peaks.get(Phase.OPTIMIZER, 0), peaks.get(Phase.CLIPPING, 0)]
+    return max(*fixed, peaks.get(Phase.LOSS, 0) - inputs_bytes)
+
+
+def to_document(result: SearchResult) -> dict[str, Any]:
+    """Returns `result.json` as dicts and lists."""
+    best = None
+    if result.best is not None:
+        best = _entry(result.best, result.budget_bytes) | {
+            "overhead": result.overhead_of(result.best),
+            "checkpointed_layers": len(result.best.policy.layers),
+        }
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "study_name": result.study_name,
+        "evidence": str(Evidence.MEASURED),
+        "budget_bytes": result.budget_bytes,
+        "environment": records.to_builtins(result.environment),
+        "baselines": [_entry(c, result.budget_bytes) for c in result.candidates if c.is_baseline],
+        "trials": [_entry(c, result.budget_bytes) for c in result.candidates if not c.is_baseline],
+        "best": best,
+        "lower_bound_seconds": None,
+        "floor_bytes": result.floor_bytes,
+        "verification": records.to_builtins(result.verification),
+        "stop_reason": result.stop_reason,
+        "rejected": list(result.rejected),
+        "notes": list(result.notes),
+        "interrupted": result.interrupted,
+    }
+
+
+def _entry(candidate: Candidate, budget_bytes: int) -> dict[str, Any]:
+    measurement, failure = candidate.measurement, candidate.failure
+    if measurement is None:
+        assert failure is not None
+        state, reason = "failed", f"{failure.kind}: {failure.message}"
+    elif candidate.fits(budget_bytes):
+        state, reason = "fits", None
+    else:
+        state, reason = "over budget", None
+    return {
+        "name": candidate.name,
+        "policy": records.to_builtins(candidate.policy),
+        "description": candidate.policy.describe(),
+        "state": state,
+        "reason": reason,
+        "step_seconds": candidate.step_seconds,
+        "peak_bytes": measurement.peak_bytes if measurement else None,
+        "forecast_peak_bytes": None,
+        "evidence": str(Evidence.MEASURED),
+        "measurement": records.to_builtins(measurement),
+    }

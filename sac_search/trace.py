@@ -1,0 +1,285 @@
+"""What each layer runs: its ops, their class, bytes, seconds, and whether they can be saved.
+
+The forward pass runs once for warming up and a few times for timing, under plain checkpointing of
+all layers, so it needs no more memory than that. No backward pass is run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sac_search.apply import applied
+from sac_search.device import Clock, OpTimer
+from sac_search.layers import Layer, group_layers
+from sac_search.opclasses import HIDDEN_VIEWS, OpClass, classify
+from sac_search.policy import checkpoint_layers
+from sac_search.workload import Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpTrace:
+    """All calls of one op in one layer."""
+
+    op: str
+    """The overload: `aten.mm.default`."""
+    op_class: OpClass
+    """Its class."""
+    calls: int
+    """Calls in one pass through the layer."""
+    output_bytes: int
+    """Bytes of the new storages that these calls return."""
+    seconds: float
+    """Seconds of these calls in one forward pass."""
+    random: bool = False
+    """Draws random numbers (attention: only when its dropout is not zero)."""
+    mutates: bool = False
+    """Its schema says that it changes an argument."""
+    view: bool = False
+    """Returns a view, which costs nothing to make again."""
+    output_mutated: bool = False
+    """The output of some call is changed in place later on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerTrace:
+    """One layer of the model as it runs."""
+
+    name: str
+    """FQN."""
+    kind: str
+    """The kind that it belongs to: same class, parameter shapes and ops."""
+    class_name: str
+    """Class of the module."""
+    parameter_count: int
+    """Parameters inside."""
+    calls: int
+    """How often one forward pass runs it."""
+    input_bytes: int
+    """Bytes of the tensors that go in: what checkpointing keeps in place of the activations."""
+    ops: tuple[OpTrace, ...]
+    """Its ops, in the order of their first call."""
+
+
+@dataclass(slots=True)
+class _OpRecord:
+    calls: int = 0
+    output_bytes: int = 0
+    seconds: list[float] = field(default_factory=list)
+    random: bool = False
+    mutates: bool = False
+    view: bool = False
+    output_mutated: bool = False
+
+
+@dataclass(slots=True)
+class _LayerRecord:
+    ops: dict[str, _OpRecord] = field(default_factory=dict)
+    calls: int = 0
+    input_bytes: int = 0
+    sequence: list[str] = field(default_factory=list)
+
+
+def trace_layers(
+    workload: Workload,
+    layers: Sequence[Layer],
+    device: torch.device,
+    clock: Clock,
+    *,
+    repeats: int = 3,
+) -> list[LayerTrace]:
+    """Returns what each of `layers` runs in one forward pass, in the order in which they run."""
+    passes = [_trace_once(workload, layers, device, clock) for _ in range(repeats + 1)][1:]
+    last = passes[-1]
+    signatures = {
+        layer.name: hashlib.sha256("\n".join(last[layer.name].sequence).encode()).hexdigest()
+        for layer in layers
+    }
+    kind_of = {
+        name: kind for kind, names in group_layers(layers, signatures).items() for name in names
+    }
+    return [
+        LayerTrace(
+            name=layer.name,
+            kind=kind_of[layer.name],
+            class_name=layer.class_name,
+            parameter_count=layer.parameter_count,
+            calls=last[layer.name].calls,
+            input_bytes=last[layer.name].input_bytes,
+            ops=tuple(
+                _finish_op(op, record, [_seconds_in(one[layer.name], op) for one in passes])
+                for op, record in last[layer.name].ops.items()
+            ),
+        )
+        for layer in layers
+    ]
+
+
+def _seconds_in(record: _LayerRecord, op: str) -> float:
+    return sum(record.ops[op].seconds) if op in record.ops else 0.0
+
+
+def _finish_op(op: str, record: _OpRecord, seconds: list[float]) -> OpTrace:
+    return OpTrace(
+        op=op,
+        op_class=classify(op),
+        calls=record.calls,
+        output_bytes=record.output_bytes,
+        seconds=statistics.median(seconds),
+        random=record.random,
+        mutates=record.mutates,
+        view=record.view,
+        output_mutated=record.output_mutated,
+    )
+
+
+def _trace_once(
+    workload: Workload, layers: Sequence[Layer], device: torch.device, clock: Clock
+) -> dict[str, _LayerRecord]:
+    recorder = _Recorder(OpTimer(device, clock))
+    policy = checkpoint_layers(layer.name for layer in layers)
+    with applied(workload.model, policy), recorder.watching(workload.model, layers), recorder:
+        workload.run_loss()
+    recorder.fill_in_seconds()
+    return recorder.records
+
+
+class _Recorder(TorchDispatchMode):
+    """Writes down every op that runs inside a watched layer."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, timer: OpTimer) -> None:
+        super().__init__()
+        self.records: dict[str, _LayerRecord] = {}
+        self._timer = timer
+        self._timed: list[_OpRecord] = []
+        self._running: list[str] = []
+        self._producers: dict[int, _OpRecord] = {}
+
+    @contextlib.contextmanager
+    def watching(self, model: torch.nn.Module, layers: Sequence[Layer]) -> Iterator[None]:
+        modules = dict(model.named_modules())
+        handles = []
+        for layer in layers:
+            self.records[layer.name] = _LayerRecord()
+            enter = self._enter_hook(layer.name)
+            handles.append(modules[layer.name].register_forward_pre_hook(enter, with_kwargs=True))
+            handles.append(
+                modules[layer.name].register_forward_hook(self._leave_hook, always_call=True)
+            )
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def fill_in_seconds(self) -> None:
+        for record, seconds in zip(self._timed, self._timer.seconds(), strict=True):
+            record.seconds.append(seconds)
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not self._running:
+            self._note_mutations(func, args, kwargs)
+            return func(*args, **kwargs)
+        self._timer.start()
+        output = func(*args, **kwargs)
+        self._timer.stop()
+        self._write(func, args, kwargs, output)
+        return output
+
+    def _enter_hook(self, name: str) -> Any:
+        def enter(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+            record = self.records[name]
+            record.calls += 1
+            record.input_bytes += _new_bytes(pytree.tree_leaves((args, kwargs)), set())
+            self._running.append(name)
+
+        return enter
+
+    def _leave_hook(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        self._running.pop()
+
+    def _write(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
+        layer = self.records[self._running[0]]
+        name = str(func)
+        record = layer.ops.setdefault(name, _OpRecord())
+        record.calls += 1
+        self._timed.append(record)
+        self._note_mutations(func, args, kwargs)
+        schema = getattr(func, "_schema", None)
+        record.mutates |= schema is not None and schema.is_mutable
+        record.view |= name in HIDDEN_VIEWS or (
+            schema is not None
+            and any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+        )
+        record.random |= _draws_random(func, args, kwargs)
+        outputs = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        layer.sequence.append(f"{name} {[list(tensor.shape) for tensor in outputs]}")
+        if record.mutates or record.view:
+            return
+        taken = {
+            _address(leaf)
+            for leaf in pytree.tree_leaves((args, kwargs))
+            if isinstance(leaf, torch.Tensor)
+        }
+        record.output_bytes += _new_bytes(outputs, taken)
+        for tensor in outputs:
+            self._producers[_address(tensor)] = record
+
+    def _note_mutations(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        schema = getattr(func, "_schema", None)
+        if schema is None or not schema.is_mutable:
+            return
+        for position, argument in enumerate(schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            for leaf in pytree.tree_leaves(value):
+                producer = isinstance(leaf, torch.Tensor) and self._producers.get(_address(leaf))
+                if producer:
+                    producer.output_mutated = True
+
+
+def _draws_random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
+        return False
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            value = args[position] if position < len(args) else kwargs.get("dropout_p", 0.0)
+            return bool(value)
+    return True
+
+
+def _address(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # no storage of its own
+        return 0
+
+
+def _new_bytes(leaves: Sequence[Any], known: set[int]) -> int:
+    seen = set(known)
+    total_bytes = 0
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            address = _address(leaf)
+            if address and address not in seen:
+                seen.add(address)
+                total_bytes += leaf.untyped_storage().nbytes()
+    return total_bytes

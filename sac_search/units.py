@@ -1,0 +1,45 @@
+"""Units of bytes, seconds and fractions, and how they are printed. Nothing else."""
+
+KIB = 2**10
+MIB = 2**20
+GIB = 2**30
+
+
+def format_gib(size_bytes: float) -> str:
+    """Returns `size_bytes` in GiB, with enough digits to tell two small peaks apart."""
+    size_gib = size_bytes / GIB
+    if abs(size_gib) >= 10:
+        return f"{size_gib:.2f} GiB"
+    return f"{size_gib:.3f} GiB"
+
+
+def format_mib(size_bytes: float) -> str:
+    """Returns `size_bytes` in MiB."""
+    return f"{size_bytes / MIB:.1f} MiB"
+
+
+def format_seconds(seconds: float) -> str:
+    """Returns a step time: milliseconds under ten seconds, seconds above."""
+    if seconds < 10:
+        return f"{seconds * 1e3:.1f} ms"
+    return f"{seconds:.2f} s"
+
+
+def format_duration(seconds: float) -> str:
+    """Returns an elapsed time as people read it: `42s`, `3m 05s`, `2h 07m`."""
+    whole = int(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m {whole % 60:02d}s"
+    return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
+
+
+def format_percent(fraction: float) -> str:
+    """Returns a fraction as a signed percentage: `+4.1%`."""
+    return f"{fraction * 100:+.1f}%"
+
+
+def gib_to_bytes(size_gib: float) -> int:
+    """Returns bytes for a size in GiB (2**30 bytes, as torch and nvidia-smi count)."""
+    return round(size_gib * GIB)

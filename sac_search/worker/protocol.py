@@ -1,0 +1,79 @@
+"""Messages between parent and worker: one JSON object per line, a request and then its reply."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from sac_search.policy import Policy
+from sac_search.records import Outcome
+from sac_search.worker.session import Description, SessionSettings, Verdict
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """Asks the worker to do one thing."""
+
+    number: int
+    """Counts up; the reply carries the same."""
+    method: str
+    """A key of METHODS."""
+    argument: msgspec.Raw
+    """Of the method's argument type."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteError:
+    """An exception of the worker's side that the parent raises again."""
+
+    type_name: str
+    """Its class, one of `sac_search.errors`."""
+    message: str
+    """Its text."""
+    user_traceback: str = ""
+    """The traceback of the user's own code."""
+
+
+class Reply(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of a request."""
+
+    number: int
+    """The request's number."""
+    result: msgspec.Raw = msgspec.Raw(b"true")
+    """Of the method's result type."""
+    error: RemoteError | None = None
+    """Set instead of a result."""
+    healthy: bool = True
+    """Whether memory is back to where it was, so that the worker can go on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """The argument of `compare`."""
+
+    policies: tuple[Policy, ...]
+    """What to compare."""
+    steps: int
+    """Timed steps of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """The types of one method."""
+
+    argument_type: Any
+    """What it takes."""
+    result_type: Any
+    """What it gives."""
+
+
+METHODS = {
+    "load": Method(SessionSettings, bool),
+    "describe": Method(bool, Description),
+    "measure": Method(Policy, Outcome),
+    "compare": Method(Comparison, list[Outcome]),
+    "verify": Method(Policy, Verdict),
+    "measure_module": Method(str, Outcome),
+    "verify_module": Method(str, Verdict),
+}

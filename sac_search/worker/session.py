@@ -1,0 +1,303 @@
+"""A workload on its device, ready to be described, measured and verified.
+
+The same session serves the worker process and, for `search(workload)` in a user's own program, the
+calling process.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from sac_search import device as devices
+from sac_search.apply import PolicyModule, load_policy_module
+from sac_search.device import Clock
+from sac_search.errors import WorkloadError
+from sac_search.failures import failure_from
+from sac_search.layers import Layer, find_layers
+from sac_search.measure import StepMeter
+from sac_search.policy import NO_CHECKPOINTING, Policy, checkpoint_layers
+from sac_search.records import Environment, Failure, FailureKind, Outcome, Verification
+from sac_search.trace import LayerTrace, trace_layers
+from sac_search.verify import verify_policy
+from sac_search.workload import Workload, build_workload, format_user_traceback, load_factory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionSettings:
+    """What to load and how to measure it."""
+
+    spec: str
+    """The workload: `train.py:factory`."""
+    device: str | None = None
+    """`cpu`, `cuda:0`, …; the machine's accelerator when None."""
+    layers: str | None = None
+    """FQN patterns that replace those of the workload."""
+    batch_size: int | None = None
+    """Handed to the factory when given."""
+    clock: Clock | None = None
+    """The clock; the device's own when None."""
+    threads: int | None = None
+    """CPU threads of torch; one for processor time when None."""
+    steps: int = 5
+    """Timed steps of each policy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Description:
+    """What the parent knows of a loaded workload."""
+
+    environment: Environment
+    """What figures of this session belong to."""
+    layers: tuple[LayerTrace, ...]
+    """The checkpointable layers, in the order in which they run."""
+    reference: str
+    """The policy whose steps run beside every measured one: `full`, or `none`."""
+    notes: tuple[str, ...] = ()
+    """Sentences that the user should read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The end of a verification: figures, or why the step did not run."""
+
+    verification: Verification | None = None
+    """The figures."""
+    failure: Failure | None = None
+    """The reason."""
+
+
+class Session:
+    """One loaded workload. Build it with `open_session` or `Session.of_workload`."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        settings: SessionSettings,
+        device: torch.device,
+        source_hash: str = "",
+    ) -> None:
+        self._workload = workload
+        self._settings = settings
+        self._device = device
+        self._source_hash = source_hash
+        clock = settings.clock or devices.default_clock(device)
+        self._meter = StepMeter(workload=workload, device=device, clock=clock, steps=settings.steps)
+        _refuse_own_checkpointing(workload.model)
+        self._layers = self._find_layers()
+        self._full = checkpoint_layers(layer.name for layer in self._layers)
+        self._reference_name = self._run_first_step()
+        self._resident_bytes = self._live_bytes()
+
+    def describe(self) -> Description:
+        """Traces the layers. Returns what the parent needs to know."""
+        layers = trace_layers(self._workload, self._layers, self._device, self._meter.clock)
+        devices.free_cached_memory(self._device)
+        return Description(
+            environment=self.environment(),
+            layers=tuple(layers),
+            reference=self._reference_name,
+            notes=tuple(self._notes()),
+        )
+
+    def measure(self, policy: Policy) -> Outcome:
+        """Returns what `policy` costs."""
+        return self._meter.measure(policy, self._reference)
+
+    def compare(self, policies: Sequence[Policy], steps: int) -> list[Outcome]:
+        """Returns what each policy costs, their steps interleaved."""
+        return self._meter.compare(policies, self._reference, steps=steps)
+
+    def verify(self, policy: Policy | PolicyModule) -> Verdict:
+        """Compares `policy` with no checkpointing, or with full if that is too big."""
+        try:
+            return Verdict(verification=self._verify(policy, NO_CHECKPOINTING, "none"))
+        except Exception as error:
+            failure = self._failure(error)
+        if failure.kind not in (FailureKind.OUT_OF_MEMORY, FailureKind.HOST_OUT_OF_MEMORY):
+            return Verdict(failure=failure)
+        try:
+            return Verdict(verification=self._verify(policy, self._full, "full"))
+        except Exception as error:
+            return Verdict(failure=self._failure(error))
+
+    def measure_module(self, path: str) -> Outcome:
+        """Returns what an exported policy module costs, applied by its own code."""
+        return self._meter.measure(load_policy_module(Path(path)), self._reference)
+
+    def verify_module(self, path: str) -> Verdict:
+        """Verifies an exported policy module, applied by its own code."""
+        return self.verify(load_policy_module(Path(path)))
+
+    def is_healthy(self) -> bool:
+        """Whether memory is back to where it was before the first measurement."""
+        devices.free_cached_memory(self._device)
+        return self._live_bytes() <= self._resident_bytes * 1.02 + 2**24
+
+    def environment(self) -> Environment:
+        """Returns what figures of this session belong to."""
+        figures = devices.describe_device(self._device)
+        parameters = self._workload.parameters()
+        return Environment(
+            torch_version=str(torch.__version__),
+            device=self._device.type,
+            device_name=figures.name,
+            device_memory_bytes=figures.total_bytes,
+            driver=figures.driver,
+            dtype=", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters})),
+            batch_size=self._workload.batch_size,
+            sequence_length=self._workload.sequence_length,
+            compile_settings=_compile_settings(self._workload.model),
+            allocator_settings=devices.allocator_settings(self._device),
+            precision_settings=_precision_settings(),
+            threads=torch.get_num_threads(),
+            clock=str(self._meter.clock),
+            parameter_count=sum(p.numel() for p in parameters),
+            workload=self._settings.spec,
+            workload_source_hash=self._source_hash,
+        )
+
+    @property
+    def _reference(self) -> Policy:
+        return self._full if self._reference_name == "full" else NO_CHECKPOINTING
+
+    def _verify(self, policy: Policy | PolicyModule, reference: Policy, name: str) -> Verification:
+        return verify_policy(self._workload, policy, reference, name, self._device)
+
+    def _failure(self, error: Exception) -> Failure:
+        failure = failure_from(error)
+        error.__traceback__ = error.__context__ = error.__cause__ = None
+        self._workload.drop_gradients()
+        gc.collect()
+        devices.free_cached_memory(self._device)
+        return failure
+
+    def _live_bytes(self) -> int:
+        if self._device.type == "cpu":
+            return devices.live_tensor_bytes(self._device)
+        return int(torch.accelerator.memory.memory_allocated(self._device))
+
+    def _find_layers(self) -> list[Layer]:
+        patterns = self._settings.layers or self._workload.layers
+
+        def run_forward() -> None:
+            with torch.no_grad():
+                self._workload.loss_fn(self._workload.model, self._workload.next_batch())
+
+        try:
+            return find_layers(self._workload.model, run_forward, patterns)
+        except WorkloadError:
+            raise
+        except Exception as error:
+            raise _step_error(error, "a forward pass without gradients") from error
+
+    def _run_first_step(self) -> str:
+        try:
+            self._meter.run_untimed_step(self._full)
+            return "full"
+        except WorkloadError:
+            raise
+        except Exception as error:
+            first_error = error
+        self._workload.drop_gradients()
+        devices.free_cached_memory(self._device)
+        try:
+            self._meter.run_untimed_step(NO_CHECKPOINTING)
+        except Exception as error:
+            raise _step_error(error, "a training step without checkpointing") from error
+        failure = failure_from(first_error)
+        raise WorkloadError(
+            "the step runs without checkpointing, but not with its layers checkpointed "
+            f"({failure.kind}). {failure.advice}\n{failure.message}",
+            user_traceback=format_user_traceback(first_error),
+        ) from first_error
+
+    def _notes(self) -> list[str]:
+        notes = []
+        free_bytes, total_bytes = devices.device_memory(self._device)
+        if self._device.type != "cpu":
+            used_elsewhere = (
+                total_bytes
+                - free_bytes
+                - int(torch.accelerator.memory.memory_reserved(self._device))
+            )
+            if used_elsewhere > 0.1 * total_bytes:
+                notes.append(
+                    f"Other processes use {used_elsewhere / 2**30:.1f} GiB of the device: a policy "
+                    "that fits alone may not fit beside them."
+                )
+        return notes
+
+
+def open_session(settings: SessionSettings) -> Session:
+    """Loads the workload that `settings` name and readies it for measuring.
+
+    Raises:
+        UsageError: no such file, factory or device.
+        WorkloadError: the workload itself fails.
+    """
+    factory = load_factory(settings.spec)
+    if settings.device is None and not factory.takes_device:
+        device = None
+    else:
+        device = devices.find_device(settings.device)
+        devices.use_device(device)
+    workload = build_workload(factory, device or torch.device("cpu"), settings.batch_size)
+    device = device or _device_of(workload)
+    set_threads(settings, device)
+    _check_placement(workload, device)
+    return Session(workload, settings, device, factory.source_hash)
+
+
+def set_threads(settings: SessionSettings, device: torch.device) -> None:
+    """Sets torch's CPU threads: as the settings say, one for processor time, else as they are."""
+    clock = settings.clock or devices.default_clock(device)
+    if settings.threads is not None or clock is Clock.CPU:
+        torch.set_num_threads(settings.threads or 1)
+
+
+def _device_of(workload: Workload) -> torch.device:
+    return next(iter(workload.parameters())).device
+
+
+def _check_placement(workload: Workload, device: torch.device) -> None:
+    for name, parameter in workload.model.named_parameters():
+        if parameter.device.type != device.type:
+            raise WorkloadError(
+                f"parameter {name} is on {parameter.device}, but the search runs on {device}; "
+                "move the model with .to(device) in the factory"
+            )
+
+
+def _refuse_own_checkpointing(model: torch.nn.Module) -> None:
+    for name, module in model.named_modules():
+        if getattr(module, "gradient_checkpointing", False) is True:
+            raise WorkloadError(
+                f"the model checkpoints {name or 'itself'} already (gradient_checkpointing is on); "
+                "turn it off in the workload, for example with "
+                "model.gradient_checkpointing_disable(), so that the search can decide"
+            )
+
+
+def _step_error(error: Exception, what: str) -> WorkloadError:
+    failure = failure_from(error)
+    message = f"{what} fails ({failure.kind}). {failure.advice}\n{failure.message}"
+    return WorkloadError(message, user_traceback=format_user_traceback(error))
+
+
+def _compile_settings(model: torch.nn.Module) -> str:
+    compiled = [m for m in model.modules() if getattr(m, "_compiled_call_impl", None) is not None]
+    return "compiled by the workload" if compiled or hasattr(model, "_orig_mod") else "eager"
+
+
+def _precision_settings() -> str:
+    parts = [torch.get_float32_matmul_precision()]
+    if torch.are_deterministic_algorithms_enabled():
+        parts.append("deterministic")
+    if torch.backends.cudnn.benchmark:
+        parts.append("cudnn.benchmark")
+    return ", ".join(parts)

@@ -1,0 +1,317 @@
+"""The workload: one training step that can be run again and again, and how a file becomes one.
+
+User code is imported here, so only the worker process calls these functions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from sac_search.errors import WorkloadError, WorkloadNotFound
+
+DEFAULT_FACTORY = "workload"
+BUILTIN_SPEC = "sac_search.builtin:workload"
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """One training step: what it trains, on what, and how."""
+
+    model: torch.nn.Module
+    """The model, on its device."""
+    loss_fn: Callable[[torch.nn.Module, Any], torch.Tensor]
+    """`loss_fn(model, batch)` returns a scalar tensor."""
+    batch: Any
+    """One batch, or a callable that returns one."""
+    optimizer: torch.optim.Optimizer | None = None
+    """Stepped, and its gradients dropped, at the end of every step when given."""
+    step: Callable[[Workload], torch.Tensor] | None = None
+    """`step(workload)` runs the whole step and returns the loss; replaces the default step."""
+    layers: Sequence[str] | str | None = None
+    """FQN patterns of the layers that may be checkpointed; found by themselves when None."""
+    batch_size: int | None = field(default=None, kw_only=True)
+    """Samples in a step, for the records."""
+    sequence_length: int | None = field(default=None, kw_only=True)
+    """Tokens (or positions) in a sample, for the records."""
+
+    def next_batch(self) -> Any:
+        """Returns the batch, or the next one when `batch` is a callable."""
+        return self.batch() if callable(self.batch) else self.batch
+
+    def run_step(self) -> torch.Tensor:
+        """Runs one whole training step and returns its loss, detached."""
+        if self.step is not None:
+            return _check_loss(self.step(self), backward_done=True).detach()
+        loss = self.run_loss()
+        loss.backward()
+        if self.optimizer is not None:
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+        else:
+            self.drop_gradients()
+        return loss.detach()
+
+    def run_loss(self) -> torch.Tensor:
+        """Runs the forward pass and the loss, and returns it ready for backward."""
+        return _check_loss(self.loss_fn(self.model, self.next_batch()), backward_done=False)
+
+    def drop_gradients(self) -> None:
+        """Frees every gradient of the model and of the optimizer's parameters."""
+        for parameter in self.parameters():
+            parameter.grad = None
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Returns the model's parameters and those that only the optimizer knows, each once."""
+        found = {id(p): p for p in self.model.parameters()}
+        if self.optimizer is not None:
+            for group in self.optimizer.param_groups:
+                found.update((id(p), p) for p in group["params"])
+        return list(found.values())
+
+
+def _check_loss(loss: Any, *, backward_done: bool) -> torch.Tensor:
+    if not isinstance(loss, torch.Tensor):
+        raise WorkloadError(
+            f"the loss is a {type(loss).__name__}, not a tensor; return the scalar loss tensor"
+            + (" from step(workload)" if backward_done else " from loss_fn(model, batch)")
+        )
+    if loss.numel() != 1:
+        raise WorkloadError(
+            f"the loss has shape {list(loss.shape)}, but must be one number; "
+            "reduce it, for example with .mean()"
+        )
+    if not backward_done and not loss.requires_grad:
+        raise WorkloadError(
+            "the loss does not require grad, so there is no backward pass to save memory in; "
+            "is the forward under torch.no_grad(), or the loss detached?"
+        )
+    return loss
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Factory:
+    """A workload factory that was found, and where."""
+
+    function: Callable[..., Any]
+    """The user's function."""
+    name: str
+    """`train.py:workload`, as a person would type it."""
+    source_hash: str
+    """SHA-256 of the text of the file that holds it."""
+
+    @property
+    def takes_device(self) -> bool:
+        """Whether the function lets its caller choose the device."""
+        return "device" in _keywords(self.function)
+
+    @property
+    def takes_batch_size(self) -> bool:
+        """Whether the function lets its caller choose the batch size."""
+        return "batch_size" in _keywords(self.function)
+
+
+def load_factory(spec: str) -> Factory:
+    """Returns the factory that `spec` names.
+
+    `spec` is `train.py`, `train.py:factory` or `package.module:factory`; the factory is called
+    `workload` when none is named.
+
+    Raises:
+        WorkloadNotFound: no such file, module or factory.
+        WorkloadError: importing the file raised.
+    """
+    location, factory_name = split_spec(spec)
+    module = _import_file(Path(location)) if _names_file(location) else _import_module(location)
+    function = getattr(module, factory_name, None)
+    if not callable(function):
+        raise WorkloadNotFound(_no_factory_message(location, factory_name, module))
+    source = Path(module.__file__).read_bytes() if module.__file__ else b""
+    return Factory(
+        function=function,
+        name=f"{location}:{factory_name}",
+        source_hash=hashlib.sha256(source).hexdigest(),
+    )
+
+
+def require_file(spec: str) -> None:
+    """Raises WorkloadNotFound if `spec` names a file that is not there; imports nothing."""
+    location, _ = split_spec(spec)
+    if _names_file(location) and not Path(location).is_file():
+        raise WorkloadNotFound(_no_file_message(Path(location)))
+
+
+def split_spec(spec: str) -> tuple[str, str]:
+    """Splits `train.py:factory` into file (or module) and factory name."""
+    location, colon, name = spec.rpartition(":")
+    if colon and location and name.isidentifier():
+        return location, name
+    return spec, DEFAULT_FACTORY
+
+
+def build_workload(
+    factory: Factory, device: torch.device, batch_size: int | None = None
+) -> Workload:
+    """Calls the factory and checks what it returns.
+
+    Raises:
+        WorkloadError: the factory raised, returned something else, or every parameter is frozen.
+        WorkloadNotFound: a batch size was asked for and the factory takes none.
+    """
+    keywords: dict[str, Any] = {}
+    if factory.takes_device:
+        keywords["device"] = device
+    if batch_size is not None:
+        if not factory.takes_batch_size:
+            raise WorkloadNotFound(
+                f"--batch-size {batch_size} was given, but {factory.name} takes no batch_size; "
+                "add the keyword to the factory: def workload(device, batch_size=None)"
+            )
+        keywords["batch_size"] = batch_size
+    try:
+        workload = factory.function(**keywords)
+    except WorkloadError:
+        raise
+    except Exception as error:
+        raise WorkloadError(
+            f"{factory.name} raised {type(error).__name__}: {error}",
+            user_traceback=format_user_traceback(error),
+        ) from error
+    check_workload(workload, factory.name)
+    return workload  # type: ignore[no-any-return]
+
+
+def check_workload(workload: Any, name: str) -> None:
+    """Raises WorkloadError unless `workload` can be trained."""
+    if not isinstance(workload, Workload):
+        raise WorkloadError(
+            f"{name} returned a {type(workload).__name__}; it must return a sac_search.Workload"
+        )
+    if not isinstance(workload.model, torch.nn.Module):
+        raise WorkloadError(
+            f"{name}: model is a {type(workload.model).__name__}, not a torch.nn.Module"
+        )
+    if not any(p.requires_grad for p in workload.parameters()):
+        raise WorkloadError(
+            f"{name}: no parameter requires grad, so there is nothing to train; "
+            "unfreeze some with requires_grad_(True)"
+        )
+
+
+def format_user_traceback(error: BaseException) -> str:
+    """Returns the traceback of `error` without the frames of this package."""
+    here = str(Path(__file__).parent)
+    frames = traceback.extract_tb(error.__traceback__)
+    first = next((i for i, f in enumerate(frames) if not f.filename.startswith(here)), 0)
+    lines = ["Traceback (most recent call last):\n", *traceback.format_list(frames[first:])]
+    lines += traceback.format_exception_only(error)
+    return "".join(lines)
+
+
+def _keywords(function: Callable[..., Any]) -> set[str]:
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+        return {"device", "batch_size"}
+    return {p.name for p in parameters if p.kind is not inspect.Parameter.POSITIONAL_ONLY}
+
+
+def _names_file(location: str) -> bool:
+    return location.endswith(".py") or "/" in location or Path(location).is_file()
+
+
+def _no_file_message(path: Path) -> str:
+    return (
+        f"there is no file {str(path)!r}; name a Python file with a function "
+        f"{DEFAULT_FACTORY}(device), or package.module:function"
+    )
+
+
+def _import_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise WorkloadNotFound(_no_file_message(path))
+    path = path.resolve()
+    # As `python train.py` would, so that the file's neighbours can be imported.
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    name = path.stem if path.stem.isidentifier() and not _is_known(path.stem) else "_sac_workload"
+    import_spec = importlib.util.spec_from_file_location(name, path)
+    if import_spec is None or import_spec.loader is None:
+        raise WorkloadNotFound(f"{str(path)!r} is not a Python file")
+    module = importlib.util.module_from_spec(import_spec)
+    sys.modules[name] = module
+    _run_import(lambda: import_spec.loader.exec_module(module), str(path))  # type: ignore[union-attr]
+    return module
+
+
+def _is_known(name: str) -> bool:
+    return name in sys.modules or name in sys.stdlib_module_names
+
+
+def _import_module(name: str) -> ModuleType:
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        found = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        found = None
+    if found is None:
+        raise WorkloadNotFound(
+            f"there is neither a file nor a module {name!r}; name a Python file with a function "
+            f"{DEFAULT_FACTORY}(device), or package.module:function"
+        )
+    return _run_import(lambda: importlib.import_module(name), name)  # type: ignore[no-any-return]
+
+
+def _run_import(run: Callable[[], Any], name: str) -> Any:
+    try:
+        return run()
+    except WorkloadError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise WorkloadError(
+            f"importing {name} raised {type(error).__name__}: {error}",
+            user_traceback=format_user_traceback(error),
+        ) from error
+
+
+def _no_factory_message(location: str, factory_name: str, module: ModuleType) -> str:
+    candidates = [
+        name
+        for name, value in vars(module).items()
+        if inspect.isfunction(value)
+        and value.__module__ == module.__name__
+        and not name.startswith("_")
+    ]
+    hint = f"; it has: {', '.join(candidates)}" if candidates else ""
+    return (
+        f"{location} has no function {factory_name!r}{hint}. "
+        f"Write one that returns a sac_search.Workload, or name it: {location}:FUNCTION"
+    )
+
+
+def require(module_name: str, extra: str) -> ModuleType:
+    """Returns the module, or says which extra of sac-search installs it.
+
+    Raises:
+        WorkloadError: the module is not installed.
+    """
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != module_name.partition(".")[0]:
+            raise  # installed, but broken: its own error says more
+        raise WorkloadError(
+            f"this workload needs {module_name}, which is not installed; "
+            f"install it with: pip install 'sac-search[{extra}]'"
+        ) from error
