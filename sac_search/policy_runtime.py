@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from typing import Any, Callable, Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch.utils.checkpoint import (

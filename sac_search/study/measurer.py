@@ -1,4 +1,4 @@
-"""The protocol through which the study measures: a worker's client, a session, a script in tests."""
+"""The protocol through which the study measures: a worker, a session, a script in tests."""
 
 from __future__ import annotations
 
