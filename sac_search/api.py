@@ -41,6 +41,7 @@ from sac_search.study.store import (
     StudyStore,
     check_same,
     create_study,
+    held,
     newest_folder,
     open_study,
     unused_folder,
@@ -127,6 +128,10 @@ class SearchOptions:
             least = 0 if name == "trials" else 1
             if value is not None and value < least:
                 raise UsageError(f"{name} is {value}; it must be {least} or more")
+        for name in ("timeout_seconds", "trial_timeout_seconds"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise UsageError(f"{name} is {value}; it must be more than 0")
 
     @property
     def budget_bytes(self) -> int:
@@ -168,7 +173,7 @@ def search(
 
 def search_spec(spec: str, options: SearchOptions, listener: Listener) -> SearchResult:
     """Searches the workload that `spec` names, in a worker process."""
-    name = _safe_name(options.study or default_study_name(spec, options.budget_gb))
+    name = _study_name(options, default_study_name(spec, options.budget_gb))
     require_file(spec)
     with WorkerClient(
         session_settings(spec, options),
@@ -194,7 +199,7 @@ def session_settings(spec: str, options: SearchOptions) -> SessionSettings:
 def _search_here(workload: Workload, options: SearchOptions, listener: Listener) -> SearchResult:
     check_workload(workload, "search()")
     model_name = type(workload.model).__name__
-    name = _safe_name(options.study or f"{model_name}-{options.budget_gb:g}gib")
+    name = _study_name(options, f"{model_name}-{options.budget_gb:g}gib")
     device = workload.parameters()[0].device
     settings = session_settings(model_name, options)
     with training_state_kept(workload), _threads_kept(settings, device):
@@ -214,11 +219,25 @@ def run_search(
     description = measurer.describe()
     for note in description.notes:
         listener.on_note(note)
-    store = _open_or_create(name, options, description)
-    space = build_space(store.layers, options.layer_choice)
+    folder = _study_folder(name, options)
+    with held(folder):
+        store = _open_or_create(folder, name, options, description)
+        result = _search_study(store, measurer, options, listener, description.notes)
+    if result.best is None and not result.interrupted:
+        raise NoPolicyFits(no_fit_message(result))
+    return result
+
+
+def _search_study(
+    store: StudyStore,
+    measurer: Measurer,
+    options: SearchOptions,
+    listener: Listener,
+    notes: tuple[str, ...],
+) -> SearchResult:
     run = Search(
         store=store,
-        space=space,
+        space=build_space(store.layers, options.layer_choice),
         measurer=measurer,
         settings=SearchSettings(
             trials=options.trials,
@@ -230,17 +249,16 @@ def run_search(
             candidate, done, store.budget_bytes
         ),
     )
-    interrupted, reason = False, ""
+    interrupted = False
     try:
         reason = _search_until_done(run, listener, options)
+        winner = _finish(store, measurer, listener, interrupted)
     except KeyboardInterrupt:
         interrupted, reason = True, "interrupted"
         listener.on_note("Interrupted: verifying and exporting the best so far (again to give up).")
-    winner = _finish(store, measurer, listener, interrupted)
-    result = make_result(store, winner, reason, interrupted, tuple(description.notes))
+        winner = _finish(store, measurer, listener, interrupted)
+    result = make_result(store, winner, reason, interrupted, tuple(notes))
     _write_files(result, store.folder)
-    if result.best is None and not interrupted:
-        raise NoPolicyFits(no_fit_message(result))
     return result
 
 
@@ -265,7 +283,8 @@ def _refuse_failing_workload(candidates: list[Candidate]) -> None:
     if len(failures) == len(candidates) and others:
         raise WorkloadError(
             f"neither the step without checkpointing nor the one with runs: {others[0].kind}. "
-            f"{others[0].advice}\n{others[0].message}"
+            f"{others[0].advice}\n{others[0].message}\n"
+            "The study remembers it: when the cause is mended, add --fresh."
         )
 
 
@@ -275,7 +294,7 @@ def _finish(store: StudyStore, measurer: Measurer, listener: Listener, interrupt
     if none is not None and none.fits(store.budget_bytes):
         ranked = [none]
     elif interrupted:
-        ranked = rank(candidates, store.budget_bytes)
+        ranked = rank(with_confirmed_figures(store, candidates), store.budget_bytes)
     else:
         listener.on_phase("confirm")
         ranked = confirm(store, measurer, candidates)
@@ -289,8 +308,9 @@ def _finish(store: StudyStore, measurer: Measurer, listener: Listener, interrupt
     return choose_winner(store, measurer, ranked, on_verdict)
 
 
-def _open_or_create(name: str, options: SearchOptions, description: Description) -> StudyStore:
-    folder = _study_folder(name, options)
+def _open_or_create(
+    folder: Path, name: str, options: SearchOptions, description: Description
+) -> StudyStore:
     try:
         store = open_study(folder)
     except StudyNotFound:
@@ -299,8 +319,9 @@ def _open_or_create(name: str, options: SearchOptions, description: Description)
             budget_bytes=options.budget_bytes,
             environment=description.environment,
             layers=description.layers,
+            series=name,
         )
-    check_same(store, description.environment, options.budget_bytes)
+    check_same(store, description.environment, options.budget_bytes, description.layers)
     return store
 
 
@@ -431,6 +452,10 @@ def default_study_name(spec: str, budget_gb: float) -> str:
     if factory != DEFAULT_FACTORY:
         stem = f"{stem}-{factory}"
     return f"{stem}-{budget_gb:g}gib"
+
+
+def _study_name(options: SearchOptions, default: str) -> str:
+    return _safe_name(default if options.study is None else options.study)
 
 
 def _safe_name(name: str) -> str:

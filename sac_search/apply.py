@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import sys
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -39,8 +39,8 @@ def apply_policy(model: torch.nn.Module, policy: Policy) -> None:
     """Makes the policy's layers run under checkpointing, from now on.
 
     Raises:
-        UsageError: the model lacks some of the layers (then nothing is changed), or a layer is
-            checkpointed already.
+        UsageError: the model lacks some of the layers, or one of them is checkpointed already or
+            cannot be; then nothing is changed.
     """
     modules = dict(model.named_modules())
     missing = [name for name in policy.layer_names if name not in modules]
@@ -56,15 +56,24 @@ def apply_policy(model: torch.nn.Module, policy: Policy) -> None:
         for choice in policy.layers:
             checkpoint_layer(modules[choice.name], context_fns[choice.tier])
             done.append(modules[choice.name])
-    except ValueError as error:
+    except BaseException as error:
         for module in done:
             restore_layer(module)
-        raise UsageError(str(error)) from error
+        if isinstance(error, (ValueError, TypeError)):  # TypeError: a class that has no subclasses
+            raise UsageError(f"{choice.name} cannot be checkpointed: {error}") from error
+        raise
 
 
 def remove_policy(model: torch.nn.Module) -> int:
-    """Undoes `apply_policy` exactly. Returns how many layers were checkpointed."""
-    return sum(restore_layer(module) for module in model.modules())
+    """Undoes `apply_policy` exactly. Returns how many layers were checkpointed.
+
+    Raises:
+        UsageError: another library changed a layer's class since.
+    """
+    try:
+        return sum(restore_layer(module) for module in model.modules())
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 @contextlib.contextmanager
@@ -92,14 +101,15 @@ def load_policy_module(path: Path) -> PolicyModule:
     """
     if not path.is_file():
         raise UsageError(f"there is no policy file {str(path)!r}")
-    spec = importlib.util.spec_from_file_location("_sac_policy", path)
-    if spec is None or spec.loader is None:
-        raise UsageError(f"{str(path)!r} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
+    module = types.ModuleType("_sac_policy")
+    module.__file__ = str(path)
     # As an import by name would, so that the module's classes can be pickled.
-    sys.modules[spec.name] = module
+    sys.modules[module.__name__] = module
     try:
-        spec.loader.exec_module(module)
+        # Not by a loader: it would leave a __pycache__ beside the study's files, and take a file
+        # written again within the second for the old one.
+        code = compile(path.read_bytes(), path, "exec", dont_inherit=True)
+        exec(code, module.__dict__)  # noqa: S102
     except Exception as error:
         raise UsageError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
     missing = [name for name in ("apply", "remove", "LAYERS", "META") if not hasattr(module, name)]
@@ -113,9 +123,10 @@ def context_fn_for(tier: Tier) -> Callable[[], Any] | None:
     """Returns the tier's `context_fn`, or None where plain checkpointing does the same."""
     if tier.is_plain:
         return None
+    save_set = SaveSet(tier.ops, save_random=tier.save_random)
     if tier.every_second_matmul:
-        return functools.partial(_alternating_contexts, SaveSet(tier.ops))
-    return functools.partial(tier_contexts, SaveSet(tier.ops, save_random=tier.save_random))
+        return functools.partial(_alternating_contexts, save_set)
+    return functools.partial(tier_contexts, save_set)
 
 
 def _alternating_contexts(save_set: SaveSet) -> Any:

@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -45,6 +46,7 @@ app = cyclopts.App(
     ),
     version=__version__,
     help_format="plaintext",
+    suppress_keyboard_interrupt=False,  # main() says what is kept
 )
 
 _Device = Annotated[
@@ -71,6 +73,7 @@ def search(
     workload: Annotated[
         str, Parameter(help="train.py, train.py:factory or package.module:factory.")
     ] = BUILTIN_SPEC,
+    /,
     *,
     budget_gb: Annotated[
         float, Parameter(help="Budget for the peak of the whole step, in GiB (2^30 bytes).")
@@ -139,6 +142,7 @@ def search(
 @app.command
 def export(
     study: Annotated[str, Parameter(help="Name of a study, or its folder.")],
+    /,
     *,
     output: Annotated[Path, Parameter(name=["--output", "-o"], help="The module to write.")] = Path(
         "policy.py"
@@ -156,6 +160,7 @@ def export(
 def verify(
     policy: Annotated[Path, Parameter(help="An exported policy module.")],
     workload: Annotated[str, Parameter(help="train.py or train.py:factory.")] = BUILTIN_SPEC,
+    /,
     *,
     device: _Device = None,
     batch_size: _BatchSize = None,
@@ -190,6 +195,7 @@ def verify(
 @app.command
 def trace(
     workload: Annotated[str, Parameter(help="train.py or train.py:factory.")] = BUILTIN_SPEC,
+    /,
     *,
     device: _Device = None,
     layers: _Layers = None,
@@ -254,8 +260,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print_error(f"{_usage_message(error)}\nType sac-search --help for what there is.")
         return UsageError.exit_code
     except WorkloadError as error:
-        if error.user_traceback:
-            print_error(error.user_traceback.rstrip())
+        sys.stderr.write(error.user_traceback)
         print_error(str(error))
         return error.exit_code
     except SacSearchError as error:
@@ -274,7 +279,7 @@ def print_text(text: str) -> None:
 
 def print_error(text: str) -> None:
     """Writes a line to standard error."""
-    sys.stderr.write(f"sac-search: {text}\n" if not text.startswith("Traceback") else text + "\n")
+    sys.stderr.write(f"sac-search: {text}\n")
 
 
 def _output() -> Console:
@@ -302,11 +307,15 @@ def _device_for(workload: str, device: str | None) -> str | None:
     return device
 
 
-def _temporary_client(workload: str, options: api.SearchOptions) -> WorkerClient:
+@contextlib.contextmanager
+def _temporary_client(workload: str, options: api.SearchOptions) -> Iterator[WorkerClient]:
     require_file(workload)
-    handle, log_path = tempfile.mkstemp(prefix="sac-search-", suffix=".log")
+    handle, name = tempfile.mkstemp(prefix="sac-search-", suffix=".log")
     os.close(handle)
-    return WorkerClient(api.session_settings(workload, options), Path(log_path))
+    log_path = Path(name)
+    with WorkerClient(api.session_settings(workload, options), log_path) as client:
+        yield client
+    log_path.unlink(missing_ok=True)  # else it stays: the error names it
 
 
 def _find_study(study: str, root: Path) -> Path:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch._C._autograd import DeviceType
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -27,6 +28,8 @@ from sac_search.errors import UsageError
 from sac_search.records import Phase
 
 _PHASE_PREFIX = "sac_search.phase."
+# torch has no annotations for it.
+_refer_weakly: Callable[[torch.UntypedStorage], Any] = StorageWeakRef
 
 
 class Clock(enum.StrEnum):
@@ -288,11 +291,12 @@ def _alloc_retries(device: torch.device) -> int:
 def _read_cpu_peak(
     run_step: Callable[[], Any], drop_gradients: Callable[[], None], device: torch.device
 ) -> PeakReading:
-    # Frees of blocks older than the profile are not recorded. So gradients go first, and the first
-    # of two profiled steps brings everything that lives from step to step into the record.
+    # Frees of blocks older than the profile are not recorded. So gradients go first, the first of
+    # two profiled steps brings everything that lives from step to step into the record, and what
+    # that step replaced (a tensor that the user's code keeps until the next step) is left out.
     drop_gradients()
     gc.collect()
-    resident_bytes = live_tensor_bytes(device)
+    residents = [(_refer_weakly(s), s.nbytes()) for s in _live_storages(device)]
 
     def mark(phase: Phase) -> None:
         with record_function(_PHASE_PREFIX + phase.name):
@@ -300,6 +304,8 @@ def _read_cpu_peak(
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         run_step()
+        gc.collect()
+        resident_bytes = sum(size for storage, size in residents if not storage.expired())
         with record_function(_PHASE_PREFIX + "START"):
             pass
         with _listening(mark):
@@ -311,7 +317,8 @@ def _read_cpu_peak(
         if event.name().startswith(_PHASE_PREFIX)
         or (event.name() == "[memory]" and event.device_type() == DeviceType.CPU)
     ]
-    return PeakReading(phase_peak_bytes=_sum_events(sorted(events), resident_bytes))
+    events.sort(key=lambda event: event[0])  # stable: those of one nanosecond stay in their order
+    return PeakReading(phase_peak_bytes=_sum_events(events, resident_bytes))
 
 
 def _sum_events(events: list[tuple[int, str, int]], resident_bytes: int) -> dict[Phase, int]:
@@ -333,16 +340,22 @@ def _sum_events(events: list[tuple[int, str, int]], resident_bytes: int) -> dict
 
 def live_tensor_bytes(device: torch.device) -> int:
     """Returns the bytes of all storages on `device` that some Python object holds, each once."""
-    storages: dict[int, int] = {}
+    return sum(storage.nbytes() for storage in _live_storages(device))
+
+
+def _live_storages(device: torch.device) -> list[torch.UntypedStorage]:
+    storages: dict[int, torch.UntypedStorage] = {}
     for candidate in gc.get_objects():
         if issubclass(type(candidate), torch.Tensor):
             _add_storage(candidate, device, storages)
             if candidate.is_leaf and candidate.grad is not None:
                 _add_storage(candidate.grad, device, storages)
-    return sum(storages.values())
+    return list(storages.values())
 
 
-def _add_storage(tensor: torch.Tensor, device: torch.device, storages: dict[int, int]) -> None:
+def _add_storage(
+    tensor: torch.Tensor, device: torch.device, storages: dict[int, torch.UntypedStorage]
+) -> None:
     if tensor.device.type != device.type:
         return
     try:
@@ -351,7 +364,7 @@ def _add_storage(tensor: torch.Tensor, device: torch.device, storages: dict[int,
     except (RuntimeError, NotImplementedError):  # no storage of its own: sparse, wrapper subclasses
         return
     if address:
-        storages[address] = storage.nbytes()
+        storages[address] = storage
 
 
 # --- phases ---------------------------------------------------------------------------------------

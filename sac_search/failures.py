@@ -35,15 +35,13 @@ _ADVICE = {
     FailureKind.USER_ERROR: "The training step raised; the message is its own.",
 }
 
-# Texts of torch 2.9 to 2.13.
+# Texts of torch 2.9 to 2.13, whole enough that no program's own message looks like them.
 _PATTERNS = (
-    (FailureKind.MUTATED_SAVED_TENSOR, r"has been mutated"),
+    (FailureKind.MUTATED_SAVED_TENSOR, r"selective activation checkpoint has been mutated"),
     (FailureKind.NOT_IN_STORAGE, r"encountered during backward,? but not found in\s+storage"),
-    (FailureKind.NOT_IN_STORAGE, r"was not found in storage|but not found in storage"),
-    (FailureKind.RECOMPUTE_MISMATCH, r"torch\.utils\.checkpoint: .*(different|metadata)"),
     (FailureKind.HOST_OUT_OF_MEMORY, r"DefaultCPUAllocator: (can't|not enough) "),
     (FailureKind.OUT_OF_MEMORY, r"(CUDA|HIP|XPU|MPS|NPU)[^\n]{0,60}out of memory"),
-    (FailureKind.OUT_OF_MEMORY, r"CUBLAS_STATUS_ALLOC_FAILED|cudaErrorMemoryAllocation"),
+    (FailureKind.OUT_OF_MEMORY, r"CU(BLAS|DNN)_STATUS_ALLOC_FAILED|cudaErrorMemoryAllocation"),
 )
 
 
@@ -64,12 +62,12 @@ def _kind_of(error: BaseException) -> FailureKind:
         return FailureKind.HOST_OUT_OF_MEMORY
     if isinstance(error, NonFiniteLoss):
         return FailureKind.NON_FINITE_LOSS
+    if isinstance(error, CheckpointError):
+        return FailureKind.RECOMPUTE_MISMATCH
     text = str(error)
     for kind, pattern in _PATTERNS:
         if re.search(pattern, text, re.DOTALL):
             return kind
-    if isinstance(error, CheckpointError):
-        return FailureKind.RECOMPUTE_MISMATCH
     return FailureKind.USER_ERROR
 
 

@@ -6,6 +6,7 @@ drift of the machine falls on both and cancels in their ratio.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 from collections.abc import Sequence
@@ -63,15 +64,13 @@ class StepMeter:
             except Exception as error:
                 outcomes[index] = self._failed(error)
         running = {index: policies[index] for index in readings}
-        if not running:
-            return [outcomes[index] for index in range(len(policies))]
         timings = _Timings()
         for _ in range(steps):
+            if not running or timings.is_long():
+                break
             for index, raised in self._time_round(running, reference, timings).items():
                 outcomes[index] = self._failed(raised)
                 del running[index]
-            if timings.is_long():
-                break
         for index in running:
             outcomes[index] = Outcome(measurement=timings.measurement(index, readings[index]))
         return [outcomes[index] for index in range(len(policies))]
@@ -97,7 +96,11 @@ class StepMeter:
         self, running: dict[int, Policy | PolicyModule], reference: Policy, timings: _Timings
     ) -> dict[int, Exception]:
         errors: dict[int, Exception] = {}
-        reference_seconds, _ = self._time_step(reference)
+        try:
+            reference_seconds, _ = self._time_step(reference)
+        except Exception as error:
+            # It ran before, so something is wrong with the model or the device by now.
+            return dict.fromkeys(running, error)
         timings.reference_seconds.append(reference_seconds)
         for index, policy in running.items():
             try:
@@ -126,7 +129,9 @@ class StepMeter:
         error.__context__ = None
         error.__cause__ = None
         self.workload.drop_gradients()
-        free_cached_memory(self.device)
+        # A device that is broken for good raises here as well; `Session.is_healthy` will tell.
+        with contextlib.suppress(Exception):
+            free_cached_memory(self.device)
         return Outcome(failure=failure)
 
 

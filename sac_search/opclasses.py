@@ -34,14 +34,20 @@ class OpClass(enum.StrEnum):
 _PACKETS: dict[OpClass, str] = {
     OpClass.MATMUL: """
         aten.mm aten.addmm aten.bmm aten.baddbmm aten.addbmm aten.addmv aten.mv aten.dot aten.vdot
-        aten.matmul aten.linear aten.addr aten.outer aten._grouped_mm aten.grouped_mm aten.einsum
+        aten.matmul aten.linear aten.addr aten.outer aten._grouped_mm aten._foreach_mm aten.einsum
+        aten.chain_matmul aten.linalg_matmul
         aten.bilinear aten._trilinear aten._addmm_activation aten.mkldnn_linear
-        aten._int_mm aten._sparse_mm aten._sparse_semi_structured_mm
+        aten._int_mm aten._sparse_mm aten._sparse_addmm aten._sparse_sparse_matmul aten.hspmm
+        aten.smm aten.sspaddmm aten.sparse_sampled_addmm aten._cslt_sparse_mm
+        aten._sparse_semi_structured_mm
         aten._sparse_semi_structured_addmm aten._sparse_semi_structured_linear
-        aten._weight_int8pack_mm aten._weight_int4pack_mm
-        mkldnn._linear_pointwise mkl._mkl_linear mkldnn._linear_pointwise.binary
-        aten.lstm aten.gru aten._cudnn_rnn aten.mkldnn_rnn_layer aten._thnn_fused_lstm_cell
-        aten._thnn_fused_gru_cell
+        aten._weight_int8pack_mm aten._weight_int4pack_mm aten._weight_int4pack_mm_for_cpu
+        aten._weight_int4pack_mm_with_scales_and_zeros aten._dyn_quant_matmul_4bit
+        aten._mixed_dtypes_linear
+        mkldnn._linear_pointwise mkl._mkl_linear
+        aten.lstm aten.gru aten.rnn_tanh aten.rnn_relu aten.lstm_cell aten.gru_cell
+        aten.rnn_tanh_cell aten.rnn_relu_cell aten._cudnn_rnn aten.miopen_rnn aten._lstm_mps
+        aten.mkldnn_rnn_layer aten._thnn_fused_lstm_cell aten._thnn_fused_gru_cell
     """,
     OpClass.SCALED_MM: """
         aten._scaled_mm aten._scaled_grouped_mm aten._scaled_mm_v2 aten._scaled_grouped_mm_v2
@@ -54,6 +60,7 @@ _PACKETS: dict[OpClass, str] = {
         aten._scaled_dot_product_fused_attention_overrideable
         aten._flash_attention_forward aten._efficient_attention_forward
         aten._cudnn_attention_forward aten._native_multi_head_attention
+        aten._triton_multi_head_attention aten._triton_scaled_dot_attention
         flash_attn._flash_attn_forward flash_attn._flash_attn_varlen_forward
         flash_attn_3._flash_attn_forward flash_attn_3.fwd
         xformers.efficient_attention_forward_cutlass xformers_flash.flash_fwd
@@ -64,12 +71,15 @@ _PACKETS: dict[OpClass, str] = {
         aten.cudnn_convolution_transpose aten.cudnn_convolution_relu
         aten.cudnn_convolution_add_relu aten.mkldnn_convolution aten.miopen_convolution
         aten.miopen_convolution_transpose aten.miopen_depthwise_convolution
+        aten.miopen_convolution_relu aten.miopen_convolution_add_relu
+        aten._nnpack_spatial_convolution
         aten._conv_depthwise2d aten.conv_depthwise3d aten.slow_conv3d aten.slow_conv3d_forward
         aten._slow_conv2d_forward aten.thnn_conv2d aten.slow_conv_dilated2d
         aten.slow_conv_dilated3d aten.slow_conv_transpose2d aten.slow_conv_transpose3d
         aten.conv1d aten.conv2d aten.conv3d aten.conv_transpose1d aten.conv_transpose2d
         aten.conv_transpose3d aten.conv_tbc aten._mps_convolution
-        mkldnn._convolution_pointwise
+        aten._mps_convolution_transpose
+        mkldnn._convolution_pointwise mkldnn._convolution_transpose_pointwise
     """,
     OpClass.NORMALIZATION: """
         aten.native_layer_norm aten.layer_norm aten.native_group_norm aten.group_norm
@@ -80,9 +90,10 @@ _PACKETS: dict[OpClass, str] = {
         aten._batch_norm_no_update aten.cudnn_batch_norm aten.miopen_batch_norm
         aten.batch_norm_stats aten.batch_norm_elemt aten.batch_norm_gather_stats
         aten.batch_norm_gather_stats_with_counts aten.batch_norm_update_stats
-        aten.instance_norm aten.rms_norm aten._fused_rms_norm aten.local_response_norm
-        aten.linalg_vector_norm aten._weight_norm_interface aten._weight_norm aten.norm
-        aten.renorm quack._rmsnorm_fwd
+        aten.instance_norm aten.rms_norm aten._fused_rms_norm
+        aten.linalg_vector_norm aten.linalg_matrix_norm aten.linalg_norm aten.frobenius_norm
+        aten.nuclear_norm aten.native_norm aten._foreach_norm aten.norm_except_dim
+        aten._weight_norm_interface aten._weight_norm aten.norm aten.renorm quack._rmsnorm_fwd
     """,
     OpClass.ACTIVATION: """
         aten.relu aten.relu6 aten.gelu aten.silu aten.mish aten.sigmoid aten.tanh aten.softplus
@@ -136,11 +147,13 @@ _PACKETS: dict[OpClass, str] = {
     """,
     OpClass.RANDOM: """
         aten.native_dropout aten.dropout aten.feature_dropout aten.alpha_dropout
+        aten.feature_alpha_dropout
         aten._fused_dropout aten.bernoulli aten.rand aten.randn aten.randint aten.rand_like
         aten.randn_like aten.randint_like aten.randperm aten.normal aten.normal_functional
         aten.uniform aten.exponential aten.geometric aten.cauchy aten.log_normal aten.random
         aten.multinomial aten.poisson aten.binomial aten.rrelu_with_noise
         aten.rrelu_with_noise_functional aten.rrelu aten._standard_gamma aten._sample_dirichlet
+        prims.normal prims.uniform rngprims.philox_rand
     """,
     OpClass.COPY: """
         aten.clone aten.copy aten._to_copy aten.contiguous aten.cat aten.stack aten.repeat
@@ -179,6 +192,9 @@ _ATTENTION_PATTERN = re.compile(
 )
 
 
+_BACKWARD_PATTERN = re.compile(r"backward|bwd")
+
+
 @lru_cache(maxsize=4096)
 def classify(op_name: str) -> OpClass:
     """Returns the class of an op from its full name, such as `aten.mm.default`.
@@ -195,9 +211,13 @@ def classify(op_name: str) -> OpClass:
     for candidate in (qualified, qualified.removesuffix("_")):
         if candidate in _CLASS_OF_PACKET:
             return _CLASS_OF_PACKET[candidate]
-    if namespace != "aten" and _ATTENTION_PATTERN.search(qualified) and "backward" not in packet:
+    if namespace != "aten" and _is_attention_kernel(qualified):
         return OpClass.ATTENTION
     return OpClass.OTHER
+
+
+def _is_attention_kernel(qualified: str) -> bool:
+    return bool(_ATTENTION_PATTERN.search(qualified) and not _BACKWARD_PATTERN.search(qualified))
 
 
 def packets_of(op_class: OpClass) -> frozenset[str]:
@@ -205,5 +225,13 @@ def packets_of(op_class: OpClass) -> frozenset[str]:
     return frozenset(packet for packet, known in _CLASS_OF_PACKET.items() if known is op_class)
 
 
-# Overloads that view their input although their schema does not say so.
-HIDDEN_VIEWS = frozenset({"aten._unsafe_view.default", "aten.lift_fresh.default"})
+# Overloads that view their input although their schema does not say so. The policy runtime holds
+# the same names, for it may import nothing from here.
+HIDDEN_VIEWS = frozenset(
+    {
+        "aten._unsafe_view.default",
+        "aten.unsafe_split.Tensor",
+        "aten.unsafe_split_with_sizes.default",
+        "aten.lift.default",
+    }
+)

@@ -1,6 +1,6 @@
 """A policy: for every layer, left alone or checkpointed under a tier. Pure data.
 
-Frozen, hashable, and equal when two policies would run the same way, whatever they are called.
+Frozen and hashable; policies that run the same way have the same key, however they are written.
 """
 
 from __future__ import annotations
@@ -135,4 +135,7 @@ def describe_tier(tier: Tier) -> str:
 
 
 def _tier_key(tier: Tier) -> list[object]:
-    return [tier.ops, tier.save_random, tier.through_policy, tier.every_second_matmul]
+    ops = sorted(set(tier.ops))
+    if tier.saves_nothing:
+        return [ops, tier.through_policy]
+    return [ops, tier.save_random, tier.every_second_matmul]

@@ -21,6 +21,15 @@ from torch.utils.checkpoint import (
 
 SAVE = CheckpointPolicy.MUST_SAVE
 RECOMPUTE = CheckpointPolicy.PREFER_RECOMPUTE
+# Overloads that return a view of their input although their schema does not say so.
+HIDDEN_VIEWS = frozenset(
+    {
+        "aten._unsafe_view.default",
+        "aten.unsafe_split.Tensor",
+        "aten.unsafe_split_with_sizes.default",
+        "aten.lift.default",
+    }
+)
 
 
 class SaveSet:
@@ -28,6 +37,9 @@ class SaveSet:
 
     `ops` are exact overload names such as `aten.mm.default`. Whatever the names say, an op that
     mutates or returns a view is recomputed, and so is an op that the set does not know.
+
+    An output that the program changes in place later may not be named: torch raises in backward, or
+    notices nothing when the change goes through one of `HIDDEN_VIEWS`, and gradients are wrong.
 
     `save_random` is the one decision for all random ops of a region, attention with dropout among
     them: saving one and recomputing another would shift the random stream and give wrong gradients.
@@ -53,19 +65,20 @@ class SaveSet:
         named = str(op) in self.ops
         if schema is None:  # a higher-order op, such as flex_attention
             return SAVE if named else RECOMPUTE
+        savable = not schema.is_mutable and not _returns_view(op)
+        if_certain = SAVE if named and savable else RECOMPUTE
+        if_random: Any = RECOMPUTE
+        if self.save_random:
+            if_random = SAVE if savable else functools.partial(_refuse_random, str(op))
         dropout = _dropout_argument(schema)
         if dropout is not None:
-            position, default = dropout
-            return functools.partial(_decide_attention, position, default, named, self.save_random)
-        if torch.Tag.nondeterministic_seeded in op.tags:
-            if not self.save_random:
-                return RECOMPUTE
-            if schema.is_mutable:
-                return functools.partial(_refuse_random, str(op))
-            return SAVE
-        if schema.is_mutable or any(value.alias_info is not None for value in schema.returns):
-            return RECOMPUTE
-        return SAVE if named else RECOMPUTE
+            return functools.partial(_decide_attention, *dropout, if_random, if_certain)
+        return if_random if torch.Tag.nondeterministic_seeded in op.tags else if_certain
+
+
+def _returns_view(op: Any) -> bool:
+    aliases = any(value.alias_info is not None for value in op._schema.returns)
+    return aliases or str(op) in HIDDEN_VIEWS
 
 
 def _dropout_argument(schema: Any) -> tuple[int, float] | None:
@@ -79,14 +92,17 @@ def _dropout_argument(schema: Any) -> tuple[int, float] | None:
 def _decide_attention(
     position: int,
     default: float,
-    named: bool,
-    save_random: bool,
+    if_random: Any,
+    if_certain: CheckpointPolicy,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> CheckpointPolicy:
     dropout_p = args[position] if len(args) > position else kwargs.get("dropout_p", default)
-    save = save_random if dropout_p else named
-    return SAVE if save else RECOMPUTE
+    if not dropout_p:
+        return if_certain
+    if type(if_random) is CheckpointPolicy:
+        return if_random
+    return if_random(args, kwargs)  # type: ignore[no-any-return]
 
 
 def _refuse_random(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CheckpointPolicy:
@@ -107,22 +123,18 @@ def tier_contexts(save_set: SaveSet) -> Any:
     return create_selective_checkpoint_contexts(functools.partial(select_op, save_set))
 
 
-class _Checkpointed:
-    """Marks the subclass that a checkpointed layer gets; carries how to run and undo it."""
-
-    _sac_layer_class: type[torch.nn.Module]
-    _sac_context_fn: Callable[[], Any] | None
-
-
 def checkpoint_layer(layer: torch.nn.Module, context_fn: Callable[[], Any] | None = None) -> None:
     """Makes `layer` run under activation checkpointing from now on.
 
     Without a `context_fn` everything in it is recomputed (plain checkpointing). The layer's class
     becomes a subclass of the same name: parameter names, state-dict keys and `isinstance` answers
     stay, and `restore_layer` undoes it exactly.
+
+    Raises:
+        ValueError: the layer is checkpointed already, or another library replaced its forward.
     """
     layer_class = type(layer)
-    if issubclass(layer_class, _Checkpointed):
+    if hasattr(layer_class, "_sac_layer_class"):
         raise ValueError(f"this {layer_class.__name__} is checkpointed already; restore it first")
     if "forward" in layer.__dict__:
         raise ValueError(
@@ -133,11 +145,19 @@ def checkpoint_layer(layer: torch.nn.Module, context_fn: Callable[[], Any] | Non
 
 
 def restore_layer(layer: torch.nn.Module) -> bool:
-    """Undoes `checkpoint_layer`. Returns whether there was anything to undo."""
+    """Undoes `checkpoint_layer`. Returns whether there was anything to undo.
+
+    Raises:
+        ValueError: another library changed the layer's class since, so it cannot be undone.
+    """
     layer_class = type(layer)
-    if "_sac_layer_class" not in layer_class.__dict__:
+    if not hasattr(layer_class, "_sac_layer_class"):
         return False
-    layer.__class__ = layer_class._sac_layer_class  # type: ignore[attr-defined]
+    if "_sac_layer_class" not in layer_class.__dict__:
+        raise ValueError(
+            f"this layer became a {layer_class.__name__} after it was checkpointed; undo that first"
+        )
+    layer.__class__ = layer_class._sac_layer_class
     return True
 
 
@@ -149,54 +169,61 @@ def _checkpointed_class(
     def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return layer_class.forward(self, *args, **kwargs)
-        if not _CHECKPOINT_KEYWORDS.isdisjoint(kwargs):
-            return _checkpoint(functools.partial(layer_class.forward, self, *args, **kwargs))
-        return _checkpoint(functools.partial(layer_class.forward, self), *args, **kwargs)
-
-    def _checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # All by position: checkpoint() has keywords of its own, and it restores the random state
+        # of those devices only on which it finds positional arguments.
+        function = functools.partial(_run_forward, layer_class.forward, self, tuple(kwargs))
+        inputs = (*args, *kwargs.values())
         if context_fn is None:
-            return checkpoint(function, *args, use_reentrant=False, **kwargs)
-        return checkpoint(function, *args, use_reentrant=False, context_fn=context_fn, **kwargs)
+            return checkpoint(function, *inputs, use_reentrant=False)
+        return checkpoint(function, *inputs, use_reentrant=False, context_fn=context_fn)
 
     def __reduce_ex__(self: torch.nn.Module, protocol: Any) -> Any:
         # A pickled layer is a plain one: the subclass lives in this process only.
-        return object.__new__, (layer_class,), self.__getstate__()
+        reduced = layer_class.__reduce_ex__(self, protocol)
+        if isinstance(reduced, str):
+            return reduced
+        function, arguments, *rest = reduced
+        parts = (function, *arguments)
+        make, *plain = (layer_class if part is type(self) else part for part in parts)
+        # Bound in a partial, since pickle insists that `__newobj__` makes the very class it saves.
+        return functools.partial(make, *plain), (), *rest
+
+    def __copy__(self: torch.nn.Module) -> Any:
+        return _copy_checkpointed(self, layer_class, copy.copy)
 
     def __deepcopy__(self: torch.nn.Module, memo: dict[int, Any]) -> Any:
-        return _copy_checkpointed(self, layer_class, memo)
+        return _copy_checkpointed(self, layer_class, functools.partial(copy.deepcopy, memo=memo))
 
     namespace = {
         "__module__": layer_class.__module__,
         "__qualname__": layer_class.__qualname__,
         "__doc__": layer_class.__doc__,
         "_sac_layer_class": layer_class,
-        "_sac_context_fn": staticmethod(context_fn) if context_fn is not None else None,
         "forward": forward,
         "__reduce_ex__": __reduce_ex__,
+        "__copy__": __copy__,
         "__deepcopy__": __deepcopy__,
     }
-    return type(layer_class.__name__, (layer_class, _Checkpointed), namespace)
+    return type(layer_class.__name__, (layer_class,), namespace)
 
 
-_CHECKPOINT_KEYWORDS = frozenset(
-    {
-        "use_reentrant",
-        "context_fn",
-        "determinism_check",
-        "debug",
-        "early_stop",
-        "preserve_rng_state",
-    }
-)
+def _run_forward(
+    forward: Callable[..., Any], layer: torch.nn.Module, keywords: tuple[str, ...], *inputs: Any
+) -> Any:
+    split = len(inputs) - len(keywords)
+    named = dict(zip(keywords, inputs[split:], strict=True))
+    return forward(layer, *inputs[:split], **named)
 
 
 def _copy_checkpointed(
-    layer: torch.nn.Module, layer_class: type[torch.nn.Module], memo: dict[int, Any]
+    layer: torch.nn.Module,
+    layer_class: type[torch.nn.Module],
+    copy_plain: Callable[[torch.nn.Module], Any],
 ) -> Any:
     checkpointed_class = type(layer)
     layer.__class__ = layer_class
     try:
-        duplicate = copy.deepcopy(layer, memo)
+        duplicate = copy_plain(layer)
     finally:
         layer.__class__ = checkpointed_class
     duplicate.__class__ = checkpointed_class

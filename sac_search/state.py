@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy
@@ -22,67 +22,104 @@ def training_state_kept(workload: Workload) -> Iterator[None]:
     Python, NumPy and torch. The copies are held in main memory, not on the device. What only the
     workload's own callables hold (a data loader's position, a gradient scaler) is theirs to keep.
     """
-    model, optimizer = workload.model, workload.optimizer
     parameters = workload.parameters()
     values = [_host_copy(p) for p in parameters]
     gradients = [None if p.grad is None else _host_copy(p.grad) for p in parameters]
-    buffers = {name: (buffer, _host_copy(buffer)) for name, buffer in model.named_buffers()}
-    flags = [(module, module.training) for module in model.modules()]
-    optimizer_state = _optimizer_copy(optimizer)
-    python_state, numpy_state = random.getstate(), numpy.random.get_state()
+    flags = [(module, module.training) for module in workload.model.modules()]
+    restore_optimizer = _optimizer_kept(workload.optimizer)
     try:
-        with _torch_random_states_kept():
+        with random_states_kept(), buffers_kept(workload.model):
             yield
     finally:
-        random.setstate(python_state)
-        numpy.random.set_state(numpy_state)
         with torch.no_grad():
             for parameter, value, gradient in zip(parameters, values, gradients, strict=True):
                 parameter.copy_(value)
                 parameter.grad = None if gradient is None else gradient.to(parameter.device)
-            for buffer, value in buffers.values():
-                buffer.copy_(value)
         for module, training in flags:
             module.training = training
-        _restore_optimizer(optimizer, optimizer_state)
+        restore_optimizer()
+
+
+@contextlib.contextmanager
+def random_states_kept() -> Iterator[None]:
+    """Puts the random states of Python, NumPy and torch (on every device) back."""
+    python_state, numpy_state = random.getstate(), numpy.random.get_state()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    devices = range(torch.accelerator.device_count()) if accelerator else range(0)
+    try:
+        with torch.random.fork_rng(devices, device_type=accelerator.type if accelerator else None):
+            yield
+    finally:
+        random.setstate(python_state)
+        numpy.random.set_state(numpy_state)
+
+
+@contextlib.contextmanager
+def buffers_kept(model: torch.nn.Module) -> Iterator[None]:
+    """Puts the buffers of `model` back: the same tensors with the same values."""
+    buffers = [(m._buffers, dict(m._buffers), _kept(m._buffers)) for m in model.modules()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for held, objects, copies in buffers:
+                held.update(objects)  # a forward may have put another tensor in its place
+                _put_back(held, copies)
 
 
 def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 
-def _optimizer_copy(optimizer: torch.optim.Optimizer | None) -> dict[str, Any] | None:
-    if optimizer is None:
-        return None
-    state = optimizer.state_dict()
+def _kept(entries: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        "state": {
-            index: {
-                name: _host_copy(value) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
-                for name, value in entries.items()
-            }
-            if isinstance(entries, dict)
-            else copy.deepcopy(entries)
-            for index, entries in state["state"].items()
-        },
-        "param_groups": copy.deepcopy(state["param_groups"]),
+        name: _host_copy(value) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+        for name, value in entries.items()
     }
 
 
-def _restore_optimizer(
-    optimizer: torch.optim.Optimizer | None, state: dict[str, Any] | None
-) -> None:
-    if optimizer is not None and state is not None:
-        optimizer.load_state_dict(state)
+def _put_back(entries: dict[str, Any], copies: Mapping[str, Any]) -> None:
+    """Gives every entry its old value; a tensor is filled, not replaced: others may hold it too."""
+    for name, value in copies.items():
+        if isinstance(value, torch.Tensor):
+            if not _is_expanded(entries[name]):
+                entries[name].copy_(value)
+        else:
+            entries[name] = value
 
 
-@contextlib.contextmanager
-def _torch_random_states_kept() -> Iterator[None]:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
-        with torch.random.fork_rng(devices=[]):
-            yield
-        return
-    devices = range(torch.accelerator.device_count())
-    with torch.random.fork_rng(devices=devices, device_type=accelerator.type):
-        yield
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether elements share memory, so that nothing can write to the tensor."""
+    return tensor.layout is torch.strided and any(
+        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+    )
+
+
+def _optimizer_kept(optimizer: torch.optim.Optimizer | None) -> Callable[[], None]:
+    """Returns what puts the optimizer's state and settings back.
+
+    By hand, because `load_state_dict` casts every state to its parameter's dtype.
+    """
+    if optimizer is None:
+        return lambda: None
+    groups = [
+        (group, {name: copy.deepcopy(value) for name, value in group.items() if name != "params"})
+        for group in optimizer.param_groups
+    ]
+    states = [
+        (parameter, entries, dict(entries), _kept(entries))
+        for parameter, entries in optimizer.state.items()
+    ]
+
+    def restore() -> None:
+        for group, settings in groups:
+            group.update(settings)
+        optimizer.state.clear()
+        for parameter, entries, objects, copies in states:
+            entries.clear()
+            entries.update(objects)
+            with torch.no_grad():
+                _put_back(entries, copies)
+            optimizer.state[parameter] = entries
+
+    return restore

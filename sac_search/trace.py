@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -23,6 +24,9 @@ from sac_search.layers import Layer, group_layers
 from sac_search.opclasses import HIDDEN_VIEWS, OpClass, classify
 from sac_search.policy import checkpoint_layers
 from sac_search.workload import Workload
+
+# torch has no annotations for it.
+_refer_weakly: Callable[[torch.UntypedStorage], Any] = StorageWeakRef
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +167,8 @@ class _Recorder(TorchDispatchMode):
         self._timer = timer
         self._timed: list[_OpRecord] = []
         self._running: list[str] = []
-        self._producers: dict[int, _OpRecord] = {}
+        # By storages, held weakly: an address is soon another tensor's.
+        self._producers: dict[Any, _OpRecord] = {}
 
     @contextlib.contextmanager
     def watching(self, model: torch.nn.Module, layers: Sequence[Layer]) -> Iterator[None]:
@@ -240,7 +245,8 @@ class _Recorder(TorchDispatchMode):
         }
         record.output_bytes += _new_bytes(outputs, taken)
         for tensor in outputs:
-            self._producers[_address(tensor)] = record
+            if _address(tensor) not in taken:
+                self._producers[_storage_of(tensor)] = record
 
     def _note_mutations(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         schema = getattr(func, "_schema", None)
@@ -251,19 +257,19 @@ class _Recorder(TorchDispatchMode):
                 continue
             value = args[position] if position < len(args) else kwargs.get(argument.name)
             for leaf in pytree.tree_leaves(value):
-                producer = isinstance(leaf, torch.Tensor) and self._producers.get(_address(leaf))
-                if producer:
-                    producer.output_mutated = True
+                if isinstance(leaf, torch.Tensor):
+                    producer = self._producers.get(_storage_of(leaf))
+                    if producer is not None:
+                        producer.output_mutated = True
 
 
 def _draws_random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
-        return False
-    for position, argument in enumerate(func._schema.arguments):
+    schema = getattr(func, "_schema", None)
+    for position, argument in enumerate(schema.arguments if schema is not None else ()):
         if argument.name == "dropout_p":
             value = args[position] if position < len(args) else kwargs.get("dropout_p", 0.0)
             return bool(value)
-    return True
+    return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
 
 
 def _address(tensor: torch.Tensor) -> int:
@@ -271,6 +277,13 @@ def _address(tensor: torch.Tensor) -> int:
         return tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):  # no storage of its own
         return 0
+
+
+def _storage_of(tensor: torch.Tensor) -> Any:
+    try:
+        return _refer_weakly(tensor.untyped_storage())
+    except (RuntimeError, NotImplementedError):
+        return None
 
 
 def _new_bytes(leaves: Sequence[Any], known: set[int]) -> int:

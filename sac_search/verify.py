@@ -1,18 +1,24 @@
 """Compares a policy's loss, gradients and buffers with a reference's, under the same seeds.
 
 The reference runs twice first: what differs between those two runs is the device's own noise, not
-the policy's fault. Parameters and buffers are what they were afterwards; the optimizer does not
-step.
+the policy's fault. Parameters, buffers and random generators are what they were afterwards; the
+optimizer does not step.
+
+Known limits: an optimizer that steps on a list of its own (LBFGS) steps all the same. What a user's
+step keeps elsewhere (a data loader's position, a scaler's scale) moves on.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy
 import torch
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -21,13 +27,24 @@ from torch.optim.optimizer import (
 
 from sac_search.apply import PolicyModule, applied
 from sac_search.device import free_cached_memory, synchronize
+from sac_search.failures import NonFiniteLoss
 from sac_search.policy import Policy
 from sac_search.records import Verification
+from sac_search.state import buffers_kept, random_states_kept
 from sac_search.workload import Workload
 
 # Differences that recomputation may cause by summing in another order, relative to the largest
 # value of a gradient. A wrong random stream or a stale tensor is off by far more.
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 2e-2}
+# Two runs of the reference that differ by more than this do not compute the same step.
+_MOST_NOISE = 0.1
+# A gradient that is zero but for rounding (the bias of attention's keys) is held against the
+# largest gradient of the model instead of against itself.
+_LEAST_SCALE_FRACTION = 1e-3
+# What a gradient that is missing or not finite counts as: JSON has no infinity.
+_WHOLLY_OFF = 1.0
+# A gradient scaler begins at 2**16 and halves as long as gradients overflow.
+_MOST_SCALINGS = 24
 _SEED = 20_240_229
 
 
@@ -41,21 +58,27 @@ def verify_policy(
     """Returns how far `policy` is from `reference` in one step.
 
     Raises:
+        NonFiniteLoss: the loss is NaN or infinite, under either policy.
         Exception: whatever the step raises, under either policy.
     """
-    fixed = replace(workload, batch=_ReplayedBatches(workload))
-    with _state_kept(workload):
-        first = _run(fixed, reference, device)
+    fixed = _with_replayed_batches(workload)
+    with random_states_kept():
+        first = _run_until_finite(fixed, reference, device)
         second = _run(fixed, reference, device)
         candidate = _run(fixed, policy, device)
     noise = _compare(second, first)
     found = _compare(candidate, first)
-    tolerance = max(4 * noise.worst_difference, _tolerance(workload))
+    least = _tolerance(workload)
+    tolerance = max(least, min(4 * noise.worst_difference, _MOST_NOISE))
+    loss_tolerance = max(
+        least * max(abs(first.loss), 1e-6),
+        min(4 * noise.loss_difference, _MOST_NOISE * abs(first.loss)),
+    )
     passed = (
-        candidate.gradients.keys() == first.gradients.keys()
+        bool(first.gradients)
+        and first.is_finite()
         and found.worst_difference <= tolerance
-        and found.loss_difference
-        <= max(4 * noise.loss_difference, _loss_tolerance(first, workload))
+        and found.loss_difference <= loss_tolerance
     )
     bitwise = passed and found.loss_difference == 0 and found.worst_difference == 0
     return Verification(
@@ -68,7 +91,7 @@ def verify_policy(
         noise=noise.worst_difference,
         tolerance=tolerance,
         buffers_differing=found.buffers_differing,
-        note=_note(passed, bitwise, found, noise),
+        note=_note(passed, bitwise, first, found, noise),
     )
 
 
@@ -77,6 +100,9 @@ class _Run:
     loss: float
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def is_finite(self) -> bool:
+        return all(bool(gradient.isfinite().all()) for gradient in self.gradients.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +116,8 @@ class _Difference:
 class _ReplayedBatches:
     """Draws each batch once and then gives the same ones again, run after run."""
 
-    def __init__(self, workload: Workload) -> None:
-        self._draw: Callable[[], Any] = workload.next_batch
+    def __init__(self, draw: Callable[[], Any]) -> None:
+        self._draw = draw
         self._drawn: list[Any] = []
         self._position = 0
 
@@ -99,42 +125,76 @@ class _ReplayedBatches:
         if self._position == len(self._drawn):
             self._drawn.append(self._draw())
         self._position += 1
-        return self._drawn[self._position - 1]
+        batch = self._drawn[self._position - 1]
+        try:
+            # A step may take its batch apart, as in `labels = batch.pop("labels")`.
+            return copy.deepcopy(batch)
+        except Exception:
+            return batch
 
     def rewind(self) -> None:
         self._position = 0
 
 
+def _with_replayed_batches(workload: Workload) -> Workload:
+    if not callable(workload.batch):
+        return workload
+    return replace(workload, batch=_ReplayedBatches(workload.batch))
+
+
+def _run_until_finite(
+    workload: Workload, policy: Policy | PolicyModule, device: torch.device
+) -> _Run:
+    """Runs a step; if gradients overflow, again, so that a gradient scaler finds its scale."""
+    run = _run(workload, policy, device)
+    for _ in range(_MOST_SCALINGS):
+        if run.is_finite():
+            break
+        run = _run(workload, policy, device)
+    return run
+
+
 def _run(workload: Workload, policy: Policy | PolicyModule, device: torch.device) -> _Run:
     """Runs one step and returns its loss and, on the host, its gradients and buffers."""
-    workload.batch.rewind()
+    if isinstance(workload.batch, _ReplayedBatches):
+        workload.batch.rewind()
     with (
         applied(workload.model, policy),
         _gradients_kept(workload) as gradients,
-        _buffers_restored(workload.model),
+        buffers_kept(workload.model),
+        _parameters_kept(workload),
     ):
         _seed_everything()
         loss = float(workload.run_step())
         synchronize(device)
-        buffers = {n: b.detach().cpu().clone() for n, b in workload.model.named_buffers()}
+        buffers = {n: _host_copy(b) for n, b in workload.model.named_buffers()}
     free_cached_memory(device)
+    if not math.isfinite(loss):
+        raise NonFiniteLoss(f"the loss is {loss}")
     return _Run(loss=loss, gradients=gradients, buffers=buffers)
 
 
 @contextlib.contextmanager
 def _gradients_kept(workload: Workload) -> Iterator[dict[str, torch.Tensor]]:
-    """Copies every gradient to the host when it is complete; the optimizer's step does nothing."""
+    """Sums up on the host what reaches each parameter; the optimizer's step does nothing.
+
+    What reaches it, not what is left in `.grad`: a step may clip that, or drop it at once.
+    """
     gradients: dict[str, torch.Tensor] = {}
     names = {id(p): n for n, p in workload.model.named_parameters()}
 
-    def keep(parameter: torch.Tensor) -> None:
-        if parameter.grad is not None:
-            name = names.get(id(parameter), f"parameter {id(parameter)}")
-            gradients[name] = parameter.grad.detach().to("cpu", copy=True)
+    def keep_as(name: str) -> Callable[[torch.Tensor], None]:
+        def keep(gradient: torch.Tensor) -> None:
+            kept = _host_copy(gradient)
+            gradients[name] = gradients[name] + kept if name in gradients else kept
+
+        return keep
 
     workload.drop_gradients()
     handles = [
-        p.register_post_accumulate_grad_hook(keep) for p in workload.parameters() if p.requires_grad
+        p.register_hook(keep_as(names.get(id(p), f"parameter {index} of the optimizer")))
+        for index, p in enumerate(workload.parameters())
+        if p.requires_grad
     ]
     with _optimizers_idle():
         try:
@@ -143,6 +203,11 @@ def _gradients_kept(workload: Workload) -> Iterator[dict[str, torch.Tensor]]:
             for handle in handles:
                 handle.remove()
             workload.drop_gradients()
+
+
+def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    kept = tensor.detach().to("cpu", copy=True)
+    return kept if kept.layout is torch.strided else kept.to_dense()
 
 
 @contextlib.contextmanager
@@ -175,59 +240,34 @@ def _optimizers_idle() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _buffers_restored(model: torch.nn.Module) -> Iterator[None]:
-    kept = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+def _parameters_kept(workload: Workload) -> Iterator[None]:
+    """Puts the parameters back after a step of the user's own, which may change them by hand."""
+    kept: list[torch.Tensor] = []
+    if workload.step is not None:
+        kept = [p.detach().to("cpu", copy=True) for p in workload.parameters()]
     try:
         yield
     finally:
         with torch.no_grad():
-            for name, buffer in model.named_buffers():
-                if name in kept and buffer.shape == kept[name].shape:
-                    buffer.copy_(kept[name])
-
-
-@contextlib.contextmanager
-def _state_kept(workload: Workload) -> Iterator[None]:
-    """Puts random generators and, after a step of the user's own, parameters back."""
-    kept: list[torch.Tensor] = []
-    if workload.step is not None:
-        kept = [p.detach().to("cpu", copy=True) for p in workload.parameters()]
-    with torch.random.fork_rng(devices=_accelerator_devices(), device_type=_accelerator_type()):
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for parameter, value in zip(workload.parameters(), kept, strict=False):
-                    parameter.copy_(value)
-
-
-def _accelerator_type() -> str:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return accelerator.type if accelerator else "cuda"
-
-
-def _accelerator_devices() -> list[int]:
-    if torch.accelerator.current_accelerator(check_available=True) is None:
-        return []
-    return [torch.accelerator.current_device_index()]
+            for parameter, value in zip(workload.parameters(), kept, strict=False):
+                parameter.copy_(value)
 
 
 def _seed_everything() -> None:
-    import random
-
-    import numpy
-
     torch.manual_seed(_SEED)
     random.seed(_SEED)
-    numpy.random.seed(_SEED % 2**32)
+    numpy.random.seed(_SEED)
 
 
 def _compare(run: _Run, reference: _Run) -> _Difference:
     worst, worst_parameter = 0.0, None
-    for name, expected in reference.gradients.items():
-        difference = _relative_difference(run.gradients.get(name), expected)
-        if difference > worst or math.isnan(difference):
-            worst, worst_parameter = (math.inf if math.isnan(difference) else difference), name
+    largest = max(map(_largest, reference.gradients.values()), default=0.0)
+    for name in reference.gradients | run.gradients:
+        difference = _relative_difference(
+            run.gradients.get(name), reference.gradients.get(name), _LEAST_SCALE_FRACTION * largest
+        )
+        if difference > worst:
+            worst, worst_parameter = difference, name
     buffers = tuple(
         name
         for name, expected in reference.buffers.items()
@@ -236,14 +276,23 @@ def _compare(run: _Run, reference: _Run) -> _Difference:
     return _Difference(abs(run.loss - reference.loss), worst, worst_parameter, buffers)
 
 
-def _relative_difference(found: torch.Tensor | None, expected: torch.Tensor) -> float:
-    if found is None or found.shape != expected.shape:
-        return math.inf
+def _relative_difference(
+    found: torch.Tensor | None, expected: torch.Tensor | None, least_scale: float
+) -> float:
+    if found is None or expected is None or found.shape != expected.shape:
+        return _WHOLLY_OFF
     if torch.equal(found, expected):
         return 0.0
-    scale = float(expected.abs().max())
-    difference = float((found.double() - expected.double()).abs().max())
-    return difference / scale if scale > 0 else math.inf
+    wide = torch.complex128 if expected.is_complex() else torch.float64
+    difference = _largest(found.to(wide) - expected.to(wide))
+    scale = max(_largest(expected), least_scale)
+    if not math.isfinite(difference) or not math.isfinite(scale) or scale == 0:
+        return _WHOLLY_OFF
+    return difference / scale
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
 def _tolerance(workload: Workload) -> float:
@@ -251,20 +300,26 @@ def _tolerance(workload: Workload) -> float:
     return max(_TOLERANCES.get(dtype, 2e-2) for dtype in dtypes)
 
 
-def _loss_tolerance(first: _Run, workload: Workload) -> float:
-    return _tolerance(workload) * max(abs(first.loss), 1e-6)
-
-
-def _note(passed: bool, bitwise: bool, found: _Difference, noise: _Difference) -> str:
+def _note(passed: bool, bitwise: bool, first: _Run, found: _Difference, noise: _Difference) -> str:
     parts = []
-    if noise.worst_difference > 0 or noise.loss_difference > 0:
+    if not first.gradients:
+        parts.append("No gradient reached any parameter, so there was nothing to compare.")
+    elif not first.is_finite():
+        parts.append("The reference's own gradients are not finite, so nothing can be compared.")
+    elif noise.worst_difference > _MOST_NOISE:
+        parts.append(
+            f"Two runs of the reference itself differ by {noise.worst_difference:.1e}, so nothing "
+            "can be said of the policy: draw batches through workload.next_batch() and random "
+            "numbers from the global generators, which are seeded alike before each run."
+        )
+    elif noise.worst_difference > 0 or noise.loss_difference > 0:
         parts.append(
             "Two runs of the reference itself differ: the step draws other data each time, or the "
             "device's kernels are not deterministic."
         )
-    if not passed:
+    if not passed and found.worst_parameter is not None:
         parts.append(f"The gradient of {found.worst_parameter} differs most.")
-    elif not bitwise:
+    elif passed and not bitwise:
         parts.append("Equal within the tolerance, not bit for bit.")
     if found.buffers_differing:
         parts.append(

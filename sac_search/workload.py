@@ -9,6 +9,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -137,7 +138,8 @@ def load_factory(spec: str) -> Factory:
     function = getattr(module, factory_name, None)
     if not callable(function):
         raise WorkloadNotFound(_no_factory_message(location, factory_name, module))
-    source = Path(module.__file__).read_bytes() if module.__file__ else b""
+    path = getattr(module, "__file__", None)
+    source = Path(path).read_bytes() if path else b""
     return Factory(
         function=function,
         name=f"{location}:{factory_name}",
@@ -183,7 +185,7 @@ def build_workload(
         workload = factory.function(**keywords)
     except WorkloadError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise WorkloadError(
             f"{factory.name} raised {type(error).__name__}: {error}",
             user_traceback=format_user_traceback(error),
@@ -202,6 +204,16 @@ def check_workload(workload: Any, name: str) -> None:
         raise WorkloadError(
             f"{name}: model is a {type(workload.model).__name__}, not a torch.nn.Module"
         )
+    if not callable(workload.loss_fn):
+        raise WorkloadError(
+            f"{name}: loss_fn is a {type(workload.loss_fn).__name__}; "
+            "it must be a function: loss_fn(model, batch) -> loss"
+        )
+    if workload.optimizer is not None and not hasattr(workload.optimizer, "param_groups"):
+        raise WorkloadError(
+            f"{name}: optimizer is a {type(workload.optimizer).__name__}, "
+            "not a torch.optim.Optimizer"
+        )
     if not any(p.requires_grad for p in workload.parameters()):
         raise WorkloadError(
             f"{name}: no parameter requires grad, so there is nothing to train; "
@@ -211,12 +223,17 @@ def check_workload(workload: Any, name: str) -> None:
 
 def format_user_traceback(error: BaseException) -> str:
     """Returns the traceback of `error` without the frames of this package."""
-    here = str(Path(__file__).parent)
-    frames = traceback.extract_tb(error.__traceback__)
-    first = next((i for i, f in enumerate(frames) if not f.filename.startswith(here)), 0)
-    lines = ["Traceback (most recent call last):\n", *traceback.format_list(frames[first:])]
-    lines += traceback.format_exception_only(error)
-    return "".join(lines)
+    report = traceback.TracebackException.from_exception(error)
+    while report.stack and _is_ours(report.stack[0].filename):
+        report.stack.pop(0)
+    return "".join(report.format())
+
+
+def _is_ours(filename: str) -> bool:
+    package = Path(__file__).parent
+    if Path(filename) == package / "builtin.py":  # a workload as a user would write it
+        return False
+    return Path(filename).is_relative_to(package) or filename.startswith("<frozen importlib.")
 
 
 def _keywords(function: Callable[..., Any]) -> set[str]:
@@ -241,9 +258,7 @@ def _import_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise WorkloadNotFound(_no_file_message(path))
     path = path.resolve()
-    # As `python train.py` would, so that the file's neighbours can be imported.
-    if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))
+    _allow_imports_from(str(path.parent))  # the file's neighbours
     name = path.stem if path.stem.isidentifier() and not _is_known(path.stem) else "_sac_workload"
     import_spec = importlib.util.spec_from_file_location(name, path)
     if import_spec is None or import_spec.loader is None:
@@ -254,23 +269,46 @@ def _import_file(path: Path) -> ModuleType:
     return module
 
 
+def _allow_imports_from(folder: str) -> None:
+    """Puts `folder` before installed packages, as `python train.py` would, but after Python's own.
+
+    So a random.py or profile.py beside the user's file is not what torch imports later on.
+    """
+    if folder in sys.path:
+        return
+    library = str(Path(os.__file__).parent)
+    own = [i for i, p in enumerate(sys.path) if p == library or p.endswith("lib-dynload")]
+    sys.path.insert(max(own, default=-1) + 1, folder)
+
+
 def _is_known(name: str) -> bool:
     return name in sys.modules or name in sys.stdlib_module_names
 
 
 def _import_module(name: str) -> ModuleType:
-    if "" not in sys.path:
-        sys.path.insert(0, "")
-    try:
-        found = importlib.util.find_spec(name)
-    except (ImportError, ValueError):
-        found = None
-    if found is None:
-        raise WorkloadNotFound(
-            f"there is neither a file nor a module {name!r}; name a Python file with a function "
-            f"{DEFAULT_FACTORY}(device), or package.module:function"
-        )
+    _allow_imports_from(str(Path.cwd()))
+    if not _module_exists(name):
+        raise WorkloadNotFound(_no_module_message(name))
     return _run_import(lambda: importlib.import_module(name), name)  # type: ignore[no-any-return]
+
+
+def _module_exists(name: str) -> bool:
+    if not all(part.isidentifier() for part in name.split(".")):
+        return False
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError as error:
+        # Is it the package itself that is missing, or something that it imports?
+        return not f"{name}.".startswith(f"{error.name}.")
+    except (Exception, SystemExit):
+        return True  # the package raises, as the import will
+
+
+def _no_module_message(name: str) -> str:
+    return (
+        f"there is neither a file nor a module {name!r}; name a Python file with a function "
+        f"{DEFAULT_FACTORY}(device), or package.module:function"
+    )
 
 
 def _run_import(run: Callable[[], Any], name: str) -> Any:

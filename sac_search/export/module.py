@@ -24,7 +24,7 @@ In the training script, before torch.compile, DDP or fully_shard:
 or by hand, layer by layer:
 
     from torch.utils.checkpoint import checkpoint
-    out = checkpoint(layer, x, use_reentrant=False, context_fn={module}.context_fn)
+    out = checkpoint(layer, x, use_reentrant=False{context_fn})
 """
 
 _TAIL = '''
@@ -44,7 +44,8 @@ def apply(model: torch.nn.Module) -> torch.nn.Module:
     Parameter names, state-dict keys and `isinstance` answers stay as they are.
 
     Raises:
-        ValueError: the model lacks some of the layers (nothing is changed then).
+        ValueError: the model lacks some of the layers, or one of them is checkpointed already or
+            has a forward of its own. Nothing is changed then.
     """
     modules = dict(model.named_modules())
     missing = [name for name in LAYERS if name not in modules]
@@ -61,7 +62,7 @@ def apply(model: torch.nn.Module) -> torch.nn.Module:
         for name, tier in LAYERS.items():
             checkpoint_layer(modules[name], _CONTEXT_FNS[tier])
             done.append(modules[name])
-    except ValueError:
+    except BaseException:
         for module in done:
             restore_layer(module)
         raise
@@ -69,7 +70,11 @@ def apply(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def remove(model: torch.nn.Module) -> torch.nn.Module:
-    """Undoes `apply` exactly and returns the model."""
+    """Undoes `apply` exactly and returns the model.
+
+    Raises:
+        ValueError: another library changed a layer's class since.
+    """
     for module in model.modules():
         restore_layer(module)
     return model
@@ -81,19 +86,21 @@ def _warn_of_device(model: torch.nn.Module) -> None:
     if device is None or device.type == "meta":
         return
     if device.type != made_for["device"]:
-        _warn(f"it was measured on {{made_for['device_name']}}, and this model is on {{device}}")
+        _warn(f"it was measured on {{made_for['device_name']}}, and this model is on {{device}}", 4)
     elif device.type != "cpu":
-        module = torch.get_device_module(device)
-        name = module.get_device_name(device) if hasattr(module, "get_device_name") else None
-        if name is not None and name != made_for["device_name"]:
-            _warn(f"it was measured on {{made_for['device_name']}}, and this is {{name}}")
+        try:
+            name = torch.get_device_module(device).get_device_name(device)
+        except (AttributeError, RuntimeError):  # a backend that tells no name
+            return
+        if name != made_for["device_name"]:
+            _warn(f"it was measured on {{made_for['device_name']}}, and this is {{name}}", 4)
 
 
-def _warn(difference: str) -> None:
+def _warn(difference: str, stacklevel: int = 3) -> None:
     warnings.warn(
         f"sac-search policy {{META['study_name']!r}}: {{difference}}. Results stay right; memory "
         "and time may differ.",
-        stacklevel=3,
+        stacklevel=stacklevel,
     )
 
 
@@ -134,7 +141,8 @@ def render_module(
     `study_name` and `environment`.
 
     Raises:
-        ValueError: the policy counts calls and can only be measured, not shipped.
+        ValueError: the policy counts calls and can only be measured, not shipped; or `meta` holds
+            something that is not plain data.
     """
     if not policy.exportable:
         raise ValueError("this policy counts calls, so it is a reference and cannot be exported")
@@ -155,7 +163,9 @@ def render_module(
         tiers="\n    " + "\n    ".join(_render_tier(tier) for tier in tiers) + "\n",
         functions=functions + _render_context_fns(tiers),
     )
-    usage = _USAGE.format(module=module_name)
+    # By hand, too, a tier that saves nothing is plain checkpointing.
+    context_fn = "" if tiers[0].is_plain else f", context_fn={module_name}.context_fn"
+    usage = _USAGE.format(module=module_name, context_fn=context_fn)
     text = _docstring("\n".join(headline) + "\n" + usage) + _runtime_text() + tail
     ast.parse(text)
     return text
@@ -186,7 +196,11 @@ def _render_context_fns(tiers: Sequence[Tier]) -> str:
 
 def _literal(value: Any, indent: int = 0) -> str:
     text = pprint.pformat(value, width=96 - indent, sort_dicts=False)
-    if ast.literal_eval(text) != value:
+    try:
+        equal = ast.literal_eval(text) == value
+    except (ValueError, SyntaxError):  # NaN, infinity, an object
+        equal = False
+    if not equal:
         raise ValueError(f"{value!r} cannot be written as a Python literal")
     return text.replace("\n", "\n" + " " * indent)
 

@@ -125,14 +125,17 @@ def headline(result: SearchResult) -> list[str]:
     budget = units.format_gib(result.budget_bytes)
     best = result.best
     if best is None or best.measurement is None or best.step_seconds is None:
+        if result.interrupted:
+            return [f"Interrupted before a policy that fits {budget} was found and verified."]
         return [f"No policy fits {budget}."]
     peak = units.format_gib(best.measurement.peak_bytes)
     if result.needs_no_checkpointing:
-        return [
+        lines = [
             f"No checkpointing needed: the step without it peaks at {peak}, "
             f"under the budget of {budget}.",
             _where_it_would_bind(result),
         ]
+        return [line for line in lines if line]
     lines = [
         f"{best.policy.describe()}: {units.format_seconds(best.step_seconds)} per step, "
         f"peak {peak} of {budget}."
@@ -148,11 +151,19 @@ def _where_it_would_bind(result: SearchResult) -> str:
     if full is None or full.measurement is None or none is None or none.measurement is None:
         return ""
     low, high = full.measurement.peak_bytes, none.measurement.peak_bytes
+    if low >= high:
+        return "Checkpointing every layer does not lower the peak, so no budget would bind."
     return (
         f"The budget does not bind. Between {units.format_gib(low)} (every layer checkpointed) and "
-        f"{units.format_gib(high)} it would, for example: --budget-gb "
-        f"{(low + high) / 2 / units.GIB:.2g}"
+        f"{units.format_gib(high)} it would, for example: --budget-gb {_middle_gib(low, high)}"
     )
+
+
+def _middle_gib(low_bytes: int, high_bytes: int) -> str:
+    """Returns a budget between the two with as few digits as it takes."""
+    middle_gib = (low_bytes + high_bytes) / 2 / units.GIB
+    texts = [f"{middle_gib:.{digits}g}" for digits in range(2, 18)]
+    return next(t for t in texts if low_bytes < float(t) * units.GIB < high_bytes)
 
 
 def _against(result: SearchResult, name: str) -> str:
@@ -174,7 +185,8 @@ def closing_lines(result: SearchResult) -> list[str]:
     trials = sum(not candidate.is_baseline for candidate in result.candidates)
     baseline_count = len(result.candidates) - trials
     lines = [
-        f"Stopped after {baseline_count} baselines and {trials} trials: {result.stop_reason}.",
+        f"Stopped after {baseline_count} baseline{'s' if baseline_count != 1 else ''} and "
+        f"{trials} trial{'s' if trials != 1 else ''}: {result.stop_reason}.",
         f"Clock: {_CLOCKS[result.environment.clock]}.",
     ]
     lines += [f"Rejected: {reason}" for reason in result.rejected]

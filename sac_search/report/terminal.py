@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from sac_search import units
 from sac_search.report.rows import CandidateRow, OpRow
@@ -28,7 +28,7 @@ def candidate_table(rows: Sequence[CandidateRow]) -> Table:
     for row in rows:
         style = "bold green" if row.is_best else ""
         cells = (row.name, row.step, row.overhead, row.peak, row.verdict, row.description)
-        table.add_row(*(escape(cell) for cell in cells), style=style)
+        table.add_row(*(Text(cell) for cell in cells), style=style)
     return table
 
 
@@ -47,7 +47,7 @@ def op_table(rows: Sequence[OpRow]) -> Table:
         figures = (str(row.calls), f"{row.mib:.2f}", f"{row.milliseconds:.3f}")
         style = "" if row.savable else "dim"
         cells = (kind, row.op, row.op_class, *figures, row.saved_by)
-        table.add_row(*(escape(cell) for cell in cells), style=style)
+        table.add_row(*(Text(cell) for cell in cells), style=style)
     return table
 
 
@@ -77,7 +77,7 @@ def study_table(results: Sequence[SearchResult]) -> Table:
             peak,
             policy,
         )
-        table.add_row(*(escape(cell) for cell in cells))
+        table.add_row(*(Text(cell) for cell in cells))
     return table
 
 
@@ -152,7 +152,7 @@ class SearchProgress:
 
     def _print(self, line: str) -> None:
         if not self._quiet:
-            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+            self._console.print(line, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
 def _candidate_line(candidate: Candidate, budget_bytes: int, better: bool) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sac_search.records import Verification
 from sac_search.study.baselines import FULL, NONE
@@ -31,11 +33,12 @@ class Winner:
 def confirm(
     store: StudyStore, measurer: Measurer, candidates: Sequence[Candidate]
 ) -> list[Candidate]:
-    """Measures the best few again, interleaved, and returns them with the new figures, best first.
+    """Measures the best few again, interleaved, and returns all that fit, those few in front.
 
-    No and full checkpointing are measured along with them, since the winner is held against those.
-    The figures are kept in the study, so that a continued search whose finalists are the same does
-    not measure them once more.
+    The best few are in the order of their new figures; the others follow, should none of them pass
+    verification. No and full checkpointing are measured along with them, since the winner is held
+    against those. The figures are kept in the study, so that a continued search whose finalists are
+    the same does not measure them once more.
     """
     finalists = rank(candidates, store.budget_bytes)[:FINALISTS]
     if not finalists:
@@ -47,9 +50,12 @@ def confirm(
     if confirmation is None or confirmation.keys != keys:
         outcomes = measurer.compare([c.policy for c in compared.values()], CONFIRMING_STEPS)
         store.write("confirmation", Confirmation(keys=keys, outcomes=tuple(outcomes)))
-    kept = {candidate.policy.key for candidate in finalists}
+    first = {candidate.policy.key for candidate in finalists}
     confirmed = with_confirmed_figures(store, candidates)
-    return rank((c for c in confirmed if c.policy.key in kept), store.budget_bytes)
+    return [
+        *rank((c for c in confirmed if c.policy.key in first), store.budget_bytes),
+        *rank((c for c in confirmed if c.policy.key not in first), store.budget_bytes),
+    ]
 
 
 def with_confirmed_figures(store: StudyStore, candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -70,7 +76,10 @@ def choose_winner(
     ranked: Sequence[Candidate],
     on_verdict: Callable[[Candidate, Verdict], None] = lambda candidate, verdict: None,
 ) -> Winner:
-    """Returns the first of `ranked` whose gradients are those of the run without checkpointing."""
+    """Returns the first of `ranked` whose gradients are those of the run without checkpointing.
+
+    The study remembers it.
+    """
     rejected: list[str] = []
     known = {entry.key: entry.verification for entry in store.verified}
     for candidate in ranked:
@@ -83,23 +92,51 @@ def choose_winner(
                 assert verdict.failure is not None
                 rejected.append(f"{candidate.name}: {verdict.failure.kind}")
                 continue
+            verification = _finite(verification)
             entry = Verified(key=candidate.policy.key, verification=verification)
             store.write("verified", [*store.verified, entry])
         if verification.passed:
+            store.write("winner", candidate.policy.key)
             return Winner(best=candidate, verification=verification, rejected=tuple(rejected))
-        rejected.append(
-            f"{candidate.name}: wrong gradients, {verification.worst_parameter} off by "
-            f"{verification.worst_gradient_difference:.1e}"
-        )
+        rejected.append(_wrong_gradients(candidate, verification))
+    store.write("winner", None)
     return Winner(best=None, verification=None, rejected=tuple(rejected))
 
 
 def stored_winner(store: StudyStore) -> Winner:
     """Returns the winner of a study that was searched before, without measuring anything."""
     verified = {entry.key: entry.verification for entry in store.verified}
-    confirmed = with_confirmed_figures(store, store.candidates())
-    for candidate in rank(confirmed, store.budget_bytes):
+    best, rejected = None, []
+    for candidate in with_confirmed_figures(store, store.candidates()):
         verification = verified.get(candidate.policy.key)
-        if verification is not None and verification.passed:
-            return Winner(best=candidate, verification=verification, rejected=())
-    return Winner(best=None, verification=None, rejected=())
+        if candidate.policy.key == store.winner:
+            best = candidate
+        elif verification is not None and not verification.passed:
+            rejected.append(_wrong_gradients(candidate, verification))
+    return Winner(
+        best=best,
+        verification=verified.get(best.policy.key) if best is not None else None,
+        rejected=tuple(rejected),
+    )
+
+
+def _wrong_gradients(candidate: Candidate, verification: Verification) -> str:
+    return (
+        f"{candidate.name}: wrong gradients, {verification.worst_parameter} off by "
+        f"{verification.worst_gradient_difference:.1e}"
+    )
+
+
+def _finite(verification: Verification) -> Verification:
+    """Returns the verification with figures that JSON can hold: a NaN gradient is off by a lot."""
+
+    def finite(value: float) -> float:
+        return value if math.isfinite(value) else sys.float_info.max
+
+    return replace(
+        verification,
+        loss_difference=finite(verification.loss_difference),
+        worst_gradient_difference=finite(verification.worst_gradient_difference),
+        noise=finite(verification.noise),
+        tolerance=finite(verification.tolerance),
+    )

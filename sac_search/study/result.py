@@ -101,7 +101,10 @@ def floor_of(full: Candidate | None, layers: Sequence[LayerTrace]) -> int | None
 
 
 def to_document(result: SearchResult) -> dict[str, Any]:
-    """Returns `result.json` as dicts and lists."""
+    """Returns `result.json` as dicts and lists: these fields and no others.
+
+    What else there is to know of a trial is in the study itself.
+    """
     best = None
     if result.best is not None:
         best = _entry(result.best, result.budget_bytes) | {
@@ -119,11 +122,18 @@ def to_document(result: SearchResult) -> dict[str, Any]:
         "best": best,
         "lower_bound_seconds": None,
         "floor_bytes": result.floor_bytes,
-        "verification": records.to_builtins(result.verification),
-        "stop_reason": result.stop_reason,
-        "rejected": list(result.rejected),
-        "notes": list(result.notes),
-        "interrupted": result.interrupted,
+        "verification": _verification(result.verification),
+    }
+
+
+def _verification(verification: Verification | None) -> dict[str, Any] | None:
+    if verification is None:
+        return None
+    return {
+        "passed": verification.passed,
+        "loss_difference": verification.loss_difference,
+        "worst_gradient_difference": verification.worst_gradient_difference,
+        "reference": verification.reference,
     }
 
 
@@ -139,12 +149,10 @@ def _entry(candidate: Candidate, budget_bytes: int) -> dict[str, Any]:
     return {
         "name": candidate.name,
         "policy": records.to_builtins(candidate.policy),
-        "description": candidate.policy.describe(),
         "state": state,
         "reason": reason,
         "step_seconds": candidate.step_seconds,
         "peak_bytes": measurement.peak_bytes if measurement else None,
         "forecast_peak_bytes": None,
         "evidence": str(Evidence.MEASURED),
-        "measurement": records.to_builtins(measurement),
     }

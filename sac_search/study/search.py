@@ -19,7 +19,7 @@ from sac_search.study.measurer import Measurer
 from sac_search.study.sampler import SamplerName, make_sampler, suggest
 from sac_search.study.space import Assignment, SearchSpace
 from sac_search.study.stopping import WINDOW, has_converged
-from sac_search.study.store import StudyStore
+from sac_search.study.store import StudyStore, storage_errors_named
 
 CONSTRAINT = "peak_over_budget_gib"
 # A trial without figures is told as this many times the reference step: worse than full
@@ -28,6 +28,8 @@ _FAILED_STEP_FACTOR = 2.0
 # After so many proposals in a row that were measured before, a neighbour of the best is taken.
 _PATIENCE_WITH_REPEATS = 3
 _NEIGHBOUR_ATTEMPTS = 300
+# Of spaces up to this size every policy is known in advance, and so is the last one.
+_LISTABLE_SIZE = 2000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +51,11 @@ OnCandidate = Callable[[Candidate, int], None]
 
 @dataclass(slots=True)
 class Search:
-    """One run of the search over a study, new or continued."""
+    """One run of the search over a study, new or continued.
+
+    Raises:
+        StudyError: the study searches other decisions.
+    """
 
     store: StudyStore
     """Where it is kept."""
@@ -63,23 +69,33 @@ class Search:
     """Told of every new candidate and of the trials done so far."""
     _deadline: float | None = None
     _known: dict[str, Candidate] = field(default_factory=dict)
+    _listed: dict[str, Assignment] = field(default_factory=dict)
     _repeats: int = 0
     _stop_reason: str = ""
 
     def __post_init__(self) -> None:
+        self.store.keep_decisions(self.space.decisions)
+        self.store.fail_abandoned_trials()
         self._known = {c.policy.key: c for c in self.store.candidates()}
+        if self.space.size <= _LISTABLE_SIZE:
+            self._listed = {self.space.policy_for(a).key: a for a in self.space.assignments()}
         if self.settings.timeout_seconds is not None:
             self._deadline = time.monotonic() + self.settings.timeout_seconds
 
     def measure_first(self) -> dict[str, Candidate]:
-        """Measures no and full checkpointing, which tell whether there is anything to search."""
-        for baseline in baselines(self.space):
-            if baseline.name in (NONE, FULL):
-                self._measure_baseline(baseline)
+        """Measures full and no checkpointing, which tell whether there is anything to search.
+
+        Full first: it fits if anything does, so its time is there when a failure is to be told.
+        """
+        ends = {b.name: b for b in baselines(self.space) if b.name in (NONE, FULL)}
+        for name in (FULL, NONE):
+            if name in ends:
+                self._measure_baseline(ends[name])
         return {c.name: c for c in self._known.values() if c.name in (NONE, FULL)}
 
     def run(self) -> str:
-        """Measures the other baselines and searches. Returns why it stopped."""
+        """Measures the baselines that are left and searches. Returns why it stopped."""
+        self.measure_first()
         for baseline in baselines(self.space):
             if self._is_out_of_time():
                 return self._stop_reason
@@ -96,8 +112,8 @@ class Search:
             return True
         if len(trials) >= self.settings.trials:
             self._stop_reason = f"{len(trials)} trials measured (--trials {self.settings.trials})"
-        elif len(self._known) >= self.space.size:
-            self._stop_reason = f"all {self.space.size} policies of the search space measured"
+        elif self._listed and self._listed.keys() <= self._known.keys():
+            self._stop_reason = f"all {len(self._listed)} policies of the search space measured"
         elif self._has_converged(trials):
             self._stop_reason = f"no gain beyond the noise in the last {WINDOW} trials"
         return bool(self._stop_reason)
@@ -117,11 +133,14 @@ class Search:
             self._remember(baseline.name, baseline.policy, outcome, is_baseline=True)
             return
         assignment = baseline.assignment
-        self.store.study.enqueue_trial(
-            self._parameters(assignment), user_attrs={"baseline": baseline.name}
-        )
+        with storage_errors_named(self.store.path):
+            trials = self.store.study.get_trials(deepcopy=False)
+            if not any(_is_waiting(trial, baseline) for trial in trials):
+                self.store.study.enqueue_trial(
+                    self._parameters(assignment), user_attrs={"baseline": baseline.name}
+                )
         # Trials that an earlier run left in the queue come first.
-        for _ in range(1 + len(self.store.study.get_trials(deepcopy=False))):
+        for _ in range(1 + len(trials)):
             self._optimize(self._propose, count=1, callbacks=[])
             if baseline.policy.key in self._known:
                 return
@@ -141,20 +160,22 @@ class Search:
         callbacks: list[Callable[[optuna.Study, optuna.trial.FrozenTrial], None]],
     ) -> None:
         study = self.store.study
-        study.sampler = make_sampler(
-            self.settings.sampler,
-            self.settings.seed,
-            len(study.get_trials(deepcopy=False)),
-            startup_trials=max(8, len(self.space.decisions)),
-        )
-        with warnings.catch_warnings():
+        with storage_errors_named(self.store.path), warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            study.sampler = make_sampler(
+                self.settings.sampler,
+                self.settings.seed,
+                len(study.get_trials(deepcopy=False)),
+                startup_trials=max(8, len(self.space.decisions)),
+            )
             study.optimize(objective, n_trials=count, callbacks=callbacks)
 
     def _propose(self, trial: optuna.Trial) -> float:
         assignment = {decision.name: suggest(trial, decision) for decision in self.space.decisions}
         policy = self.space.policy_for(assignment)
         known = self._known.get(policy.key)
+        trial.set_user_attr("policy", records.to_builtins(policy))
+        trial.set_user_attr("policy_text", policy.describe())
         if known is None:
             self._repeats = 0
             outcome = self.measurer.measure(policy)
@@ -169,16 +190,14 @@ class Search:
     ) -> float:
         if self.store.anchor_seconds is None and outcome.measurement is not None:
             self.store.write("anchor_seconds", outcome.measurement.reference_seconds)
-        seconds, excess_gib = self._told(outcome)
-        trial.set_user_attr("policy", records.to_builtins(policy))
-        trial.set_user_attr("policy_text", policy.describe())
-        for name, value in self._readable(outcome, seconds).items():
-            trial.set_user_attr(name, value)
         if is_new:
             trial.set_user_attr("outcome", records.to_builtins(outcome))
             baseline = trial.user_attrs.get("baseline")
             name = baseline or f"trial {trial.number}"
             self._remember(name, policy, outcome, is_baseline=baseline is not None)
+        seconds, excess_gib = self._told(outcome)
+        for name, value in self._readable(outcome, seconds).items():
+            trial.set_user_attr(name, value)
         # The list under "constraints" is what optuna-dashboard (0.21) reads, the other is Optuna's.
         trial.storage.set_trial_system_attr(trial._trial_id, "constraints", [excess_gib])
         # Last of all: a completed trial without its constraint would count as feasible.
@@ -233,7 +252,7 @@ class Search:
 
     def _is_out_of_time(self) -> bool:
         if self._deadline is not None and time.monotonic() >= self._deadline:
-            self._stop_reason = f"--timeout {self.settings.timeout_seconds:.0f} s is over"
+            self._stop_reason = f"--timeout {self.settings.timeout_seconds:g} s is over"
             return True
         return False
 
@@ -262,11 +281,21 @@ class Search:
             for decision in generator.sample(decisions, min(len(decisions), 1 + attempt // 60)):
                 assignment[decision.name] = generator.randint(0, decision.highest)
             if self.space.policy_for(assignment).key not in self._known:
-                self.store.study.enqueue_trial(self._parameters(assignment))
-                self._repeats = 0
-                return True
-        return False
+                return self._enqueue(assignment)
+        unmeasured = (a for key, a in self._listed.items() if key not in self._known)
+        remaining = next(unmeasured, None)
+        return remaining is not None and self._enqueue(remaining)
+
+    def _enqueue(self, assignment: Assignment) -> bool:
+        self.store.study.enqueue_trial(self._parameters(assignment))
+        self._repeats = 0
+        return True
 
     def _assignment_of(self, candidate: Candidate) -> Assignment | None:
         classes = [str(op_class) for tier in candidate.policy.tiers for op_class in tier.classes]
         return self.space.assignment_for(candidate.policy.layer_names, classes)
+
+
+def _is_waiting(trial: optuna.trial.FrozenTrial, baseline: Baseline) -> bool:
+    waiting = trial.state is optuna.trial.TrialState.WAITING
+    return waiting and trial.user_attrs.get("baseline") == baseline.name

@@ -8,8 +8,10 @@ Pure: no Optuna, no device.
 from __future__ import annotations
 
 import enum
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from sac_search.opclasses import OpClass, packets_of
@@ -86,6 +88,12 @@ class SearchSpace:
         """How many assignments there are."""
         return math.prod(decision.highest + 1 for decision in self.decisions)
 
+    def assignments(self) -> Iterator[Assignment]:
+        """Yields every assignment; many of them may stand for one policy."""
+        decisions = self.decisions
+        for values in itertools.product(*(range(d.highest + 1) for d in decisions)):
+            yield {d.name: value for d, value in zip(decisions, values, strict=True)}
+
     def policy_for(self, assignment: Assignment) -> Policy:
         """Returns the policy that the assignment stands for.
 
@@ -96,7 +104,12 @@ class SearchSpace:
         if not chosen:
             return Policy()
         names = [name for name in self.saves if assignment[name]]
-        occurring = {op.op for layer in self.layers if layer.name in chosen for op in layer.ops}
+        occurring = {
+            (decision_class(op), op.op)
+            for layer in self.layers
+            if layer.name in chosen
+            for op in layer.ops
+        }
         tier = make_tier(names, self.saves, occurring)
         layers = tuple(LayerChoice(name=la.name) for la in self.layers if la.name in chosen)
         return Policy(tiers=(tier,), layers=layers)
@@ -106,6 +119,8 @@ class SearchSpace:
     ) -> Assignment | None:
         """Returns the assignment that checkpoints exactly these layers, or None if none does."""
         wanted = set(layer_names)
+        if not wanted.issubset(la.name for la in self.layers):
+            return None
         assignment = {name: int(name.removeprefix("save.") in classes) for name in self.saves}
         if self.mode is LayerChoiceMode.EACH:
             assignment |= {f"layer.{la.name}": int(la.name in wanted) for la in self.layers}
@@ -186,19 +201,22 @@ def _own_reason(op: OpTrace) -> str:
 
 
 def make_tier(
-    names: Sequence[str], saves: Mapping[str, tuple[str, ...]], occurring: set[str] | None = None
+    names: Sequence[str],
+    saves: Mapping[str, tuple[str, ...]],
+    occurring: AbstractSet[tuple[OpClass, str]] | None = None,
 ) -> Tier:
     """Returns the tier that saves what the decisions `names` stand for.
 
-    Of `saves` only `occurring` ops count. When attention is saved, its kernels of other devices and
-    shapes are saved as well, for torch chooses among them at run time.
+    Of `saves` only `occurring` ops count, each with the class that decides about it. When attention
+    is saved, its kernels of other devices and shapes are saved as well, for torch chooses among
+    them at run time.
     """
     ops: set[str] = set()
     classes: list[OpClass] = []
     save_random = False
     for name in names:
         op_class = OpClass(name.removeprefix("save."))
-        present = {op for op in saves[name] if occurring is None or op in occurring}
+        present = {op for op in saves[name] if occurring is None or (op_class, op) in occurring}
         if not present:
             continue
         classes.append(op_class)

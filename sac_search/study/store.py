@@ -6,26 +6,34 @@ Everything is stored as validated JSON in user attributes, so the file opens in 
 from __future__ import annotations
 
 import contextlib
-import json
+import functools
+import os
+import re
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import optuna
 import sqlalchemy.exc
-from optuna.trial import FrozenTrial
+from optuna.trial import FrozenTrial, TrialState
 
 from sac_search import records, units
 from sac_search.errors import EnvironmentMismatch, StudyError, StudyFileError, StudyNotFound
 from sac_search.policy import Policy
 from sac_search.records import SCHEMA_VERSION, Environment, Outcome, Verification
 from sac_search.study.candidate import Candidate, drift_free_seconds
+from sac_search.study.space import Decision
 from sac_search.trace import LayerTrace
 
+if sys.platform != "win32":
+    import fcntl
+
 DATABASE_NAME = "study.db"
-_HEARTBEAT_SECONDS = 15
+_LOCK_NAME = ".lock"
 _LOCK_TIMEOUT_SECONDS = 60
 _REFERENCE_PREFIX = "baseline: "
 
@@ -52,12 +60,21 @@ class Verified:
     """The figures."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tried:
+    policy: Policy
+    outcome: Outcome
+
+
 class StudyStore:
     """One study on disk."""
+
+    # What never changes is read once: Optuna copies all attributes, layers and all, on every read.
 
     def __init__(self, study: optuna.Study, path: Path) -> None:
         self.study = study
         self.path = path
+        self._anchor_seconds: float | None = None
 
     @property
     def folder(self) -> Path:
@@ -69,17 +86,17 @@ class StudyStore:
         """The study's name."""
         return self.study.study_name
 
-    @property
+    @functools.cached_property
     def budget_bytes(self) -> int:
         """The budget that the study was made for."""
         return int(self._attribute("budget_bytes", int))
 
-    @property
+    @functools.cached_property
     def environment(self) -> Environment:
         """The environment that its figures belong to."""
         return self._attribute("environment", Environment)
 
-    @property
+    @functools.cached_property
     def layers(self) -> tuple[LayerTrace, ...]:
         """The layers as they were traced when the study began."""
         return self._attribute("layers", tuple[LayerTrace, ...])
@@ -87,7 +104,9 @@ class StudyStore:
     @property
     def anchor_seconds(self) -> float | None:
         """What the reference policy's step took when the study began; None before any step ran."""
-        return self._optional("anchor_seconds", float)
+        if self._anchor_seconds is None:
+            self._anchor_seconds = self._optional("anchor_seconds", float)
+        return self._anchor_seconds
 
     @property
     def confirmation(self) -> Confirmation | None:
@@ -99,10 +118,47 @@ class StudyStore:
         """All verifications so far."""
         return self._optional("verified", list[Verified]) or []
 
+    @property
+    def series(self) -> str:
+        """The name under which it is continued."""
+        return self._attribute("series", str)
+
+    @property
+    def winner(self) -> str | None:
+        """Key of the policy that the last search to the end chose; None when none passed."""
+        return self._optional("winner", str)
+
     def write(self, name: str, value: Any) -> None:
         """Stores `value` under a user attribute of the study."""
         with _errors_named(self.path):
             self.study.set_user_attr(name, records.to_builtins(value))
+
+    def keep_decisions(self, decisions: Sequence[Decision]) -> None:
+        """Makes `decisions` the study's own, once and for all.
+
+        Raises:
+            StudyError: it has others; a sampler cannot learn from trials of another space.
+        """
+        wanted = {decision.name: decision.highest for decision in decisions}
+        known = self._optional("decisions", dict[str, int])
+        if known is None:
+            self.write("decisions", wanted)
+        elif known != wanted:
+            names = sorted(n for n in known | wanted if known.get(n) != wanted.get(n))
+            raise StudyError(
+                f"study {self.name!r} searches other decisions ({', '.join(names[:3])}"
+                f"{', …' if len(names) > 3 else ''}): --layer-choice or sac-search's release "
+                "differs; add --fresh, or name another one with --study"
+            )
+
+    def fail_abandoned_trials(self) -> None:
+        """Ends the trials that a killed run left running. What they measured is kept.
+
+        Only for whoever holds the study: otherwise they may be another's.
+        """
+        with _errors_named(self.path):
+            for trial in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+                self.study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
 
     def write_baseline(self, name: str, policy: Policy, outcome: Outcome) -> None:
         """Stores a baseline that is no point of the search space."""
@@ -113,11 +169,15 @@ class StudyStore:
     def candidates(self) -> list[Candidate]:
         """Returns every policy that was measured, each once, in the order of measuring."""
         found: dict[str, Candidate] = {}
-        for name, stored in self.study.user_attrs.items():
+        with _errors_named(self.path):
+            attributes = self.study.user_attrs
+            trials = self.study.get_trials(deepcopy=False)
+        for name, stored in attributes.items():
             if name.startswith(_REFERENCE_PREFIX):
-                baseline = self._candidate(stored, name.removeprefix(_REFERENCE_PREFIX), True)
+                short_name = name.removeprefix(_REFERENCE_PREFIX)
+                baseline = self._candidate(self._decode(stored, _Tried), short_name, True)
                 found.setdefault(baseline.policy.key, baseline)
-        for trial in self.study.get_trials(deepcopy=False):
+        for trial in trials:
             candidate = self._trial_candidate(trial)
             if candidate is not None:
                 found.setdefault(candidate.policy.key, candidate)
@@ -129,18 +189,20 @@ class StudyStore:
             return None
         baseline = trial.user_attrs.get("baseline")
         name = baseline or f"trial {trial.number}"
-        return self._candidate(trial.user_attrs, name, baseline is not None)
+        return self._candidate(self._decode(trial.user_attrs, _Tried), name, baseline is not None)
 
-    def _candidate(self, stored: dict[str, Any], name: str, is_baseline: bool) -> Candidate:
-        policy = self._decode(stored["policy"], Policy)
-        outcome = self._decode(stored["outcome"], Outcome)
-        seconds = (
-            drift_free_seconds(outcome, self.anchor_seconds)
-            if self.anchor_seconds is not None
-            else None
-        )
+    def _candidate(self, tried: _Tried, name: str, is_baseline: bool) -> Candidate:
+        anchor_seconds = self.anchor_seconds
         return Candidate(
-            name=name, policy=policy, outcome=outcome, step_seconds=seconds, is_baseline=is_baseline
+            name=name,
+            policy=tried.policy,
+            outcome=tried.outcome,
+            step_seconds=(
+                drift_free_seconds(tried.outcome, anchor_seconds)
+                if anchor_seconds is not None
+                else None
+            ),
+            is_baseline=is_baseline,
         )
 
     def _attribute(self, name: str, value_type: type[T]) -> T:
@@ -153,20 +215,28 @@ class StudyStore:
         return found
 
     def _optional(self, name: str, value_type: type[T]) -> T | None:
-        stored = self.study.user_attrs.get(name)
+        with _errors_named(self.path):
+            stored = self.study.user_attrs.get(name)
         return None if stored is None else self._decode(stored, value_type)
 
     def _decode(self, stored: Any, value_type: type[T]) -> T:
         try:
-            return records.decode(json.dumps(stored), value_type)
+            return msgspec.convert(stored, value_type, str_keys=True)
         except (ValueError, TypeError) as error:
             raise StudyFileError(f"{self.path}: study {self.name!r} is damaged: {error}") from error
 
 
 def create_study(
-    folder: Path, *, budget_bytes: int, environment: Environment, layers: Sequence[LayerTrace]
+    folder: Path,
+    *,
+    budget_bytes: int,
+    environment: Environment,
+    layers: Sequence[LayerTrace],
+    series: str | None = None,
 ) -> StudyStore:
     """Makes a new study in `folder`, named like it.
+
+    `series` is the name under which it is continued, when the folder has a number besides.
 
     Raises:
         StudyFileError: the file cannot be written.
@@ -180,9 +250,11 @@ def create_study(
             direction="minimize",
             load_if_exists=True,  # one that was killed before it had begun
         )
-        with _experimental_allowed():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             study.set_metric_names(["step_seconds"])
     store = StudyStore(study, path)
+    store.write("series", series or folder.name)
     store.write("budget_bytes", budget_bytes)
     store.write("environment", environment)
     store.write("layers", tuple(layers))
@@ -203,14 +275,21 @@ def open_study(folder: Path) -> StudyStore:
         raise StudyNotFound(f"there is no study in {folder} (no {DATABASE_NAME})")
     with _errors_named(path):
         storage = _storage(path)
-        names = [study.study_name for study in storage.get_all_studies()]
-        if not names:
-            raise StudyNotFound(f"{path} holds no study")
-        study = optuna.load_study(study_name=names[0], storage=storage)
-        version = study.user_attrs.get("schema_version")
-    if version is None:
-        # Killed while it was being made: nothing was measured, so nothing is lost.
-        raise StudyNotFound(f"{path} holds a study that was never begun")
+        found = optuna.get_all_study_summaries(storage)
+        begun = [study for study in found if "schema_version" in study.user_attrs]
+        foreign = [study.study_name for study in found if study.n_trials and study not in begun]
+        if not begun and foreign:
+            raise StudyFileError(
+                f"{path} holds a study {foreign[0]!r} that sac-search did not write; "
+                "name another one with --study"
+            )
+        if not begun:
+            # Killed while it was being made: nothing was measured, so nothing is lost.
+            raise StudyNotFound(f"{path} holds no study that was begun")
+        # A copied folder may have another name than the study in it.
+        chosen = next((study for study in begun if study.study_name == folder.name), begun[0])
+        study = optuna.load_study(study_name=chosen.study_name, storage=storage)
+        version = chosen.user_attrs["schema_version"]
     if not isinstance(version, int) or version > SCHEMA_VERSION:
         raise StudyFileError(
             f"{path} has schema version {version}, written by a newer sac-search; "
@@ -219,12 +298,17 @@ def open_study(folder: Path) -> StudyStore:
     return StudyStore(study, path)
 
 
-def check_same(store: StudyStore, environment: Environment, budget_bytes: int) -> None:
+def check_same(
+    store: StudyStore,
+    environment: Environment,
+    budget_bytes: int,
+    layers: Sequence[LayerTrace] | None = None,
+) -> None:
     """Refuses to continue a study under other conditions.
 
     Raises:
         EnvironmentMismatch: times from the two cannot be compared; says what differs.
-        StudyError: the study is for another budget.
+        StudyError: the study is for another budget, or for other layers.
     """
     differences = store.environment.differences(environment)
     if differences:
@@ -238,22 +322,66 @@ def check_same(store: StudyStore, environment: Environment, budget_bytes: int) -
             f"study {store.name!r} is for a budget of {units.format_gib(store.budget_bytes)}, not "
             f"{units.format_gib(budget_bytes)}; add --fresh, or name another one with --study"
         )
+    known = {layer.name for layer in store.layers}
+    asked = {layer.name for layer in layers} if layers is not None else known
+    if asked != known:
+        example = min(asked ^ known)
+        raise StudyError(
+            f"study {store.name!r} is about other layers ({len(known)}, now {len(asked)}; "
+            f"{example} is in one of them only), since --layers or the workload's layers differ; "
+            "add --fresh, or name another one with --study"
+        )
 
 
 def newest_folder(root: Path, name: str) -> Path | None:
-    """Returns the folder of the newest study of the series `name`, `name-2`, `name-3`, …"""
-    series = [folder for folder in _series(root, name) if (folder / DATABASE_NAME).is_file()]
-    return series[-1] if series else None
+    """Returns the folder of the newest study of the series `name`, `name-2`, `name-3`, …
+
+    A study that a user named `gpt-2` is none of the series `gpt`.
+    """
+    studies = reversed(_series(root, name))
+    return next((folder for folder in studies if _is_of_series(folder, name)), None)
 
 
 def unused_folder(root: Path, name: str) -> Path:
-    """Returns the first folder of the series that holds no study."""
-    series = _series(root, name)
-    return (
-        series[-1]
-        if not (series[-1] / DATABASE_NAME).exists()
-        else _numbered(root, name, len(series) + 1)
-    )
+    """Returns the folder for the next study of the series."""
+    taken = [_number(folder, name) for folder in _series(root, name)]
+    if 1 not in taken and newest_folder(root, name) is None:
+        return root / name
+    return root / f"{name}-{max(taken) + 1}"
+
+
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Holds the study in `folder` for one search; the system lets go of it if that is killed.
+
+    Two searches at once would measure each other's load, and every policy twice.
+
+    Raises:
+        StudyError: another search holds it.
+        StudyFileError: the folder cannot be written.
+    """
+    with _errors_named(folder / DATABASE_NAME):
+        folder.mkdir(parents=True, exist_ok=True)
+        # Not the database itself: closing a second handle of that would end SQLite's own locks.
+        handle = os.open(folder / _LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        if sys.platform != "win32":
+            _lock(handle, folder.name)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _lock(handle: int, name: str) -> None:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise StudyError(
+            f"another search of study {name!r} is running; wait for it, or name another study "
+            "with --study"
+        ) from None
+    except OSError:
+        pass  # some network file systems have no locks
 
 
 def list_studies(root: Path) -> list[Path]:
@@ -264,44 +392,60 @@ def list_studies(root: Path) -> list[Path]:
 
 
 def _series(root: Path, name: str) -> list[Path]:
-    folders = [root / name]
-    while _numbered(root, name, len(folders) + 1).exists():
-        folders.append(_numbered(root, name, len(folders) + 1))
-    return folders
+    """Returns the folders that hold a study and are numbered like the series, oldest first."""
+    numbered = [folder for folder in list_studies(root) if _number(folder, name)]
+    return sorted(numbered, key=lambda folder: _number(folder, name))
 
 
-def _numbered(root: Path, name: str, number: int) -> Path:
-    return root / f"{name}-{number}"
+def _is_of_series(folder: Path, name: str) -> bool:
+    if folder.name == name:
+        return True
+    try:
+        return open_study(folder).series == name
+    except StudyNotFound:
+        return True  # killed while it was being made
+    except StudyFileError:
+        return True  # whoever opens it is told
+
+
+def _number(folder: Path, name: str) -> int:
+    """Returns the folder's number in the series: 1 for `name`, 2 for `name-2`, 0 for others."""
+    if folder.name == name:
+        return 1
+    match = re.fullmatch(re.escape(name) + r"-([1-9]\d*)", folder.name)
+    return int(match[1]) if match and int(match[1]) > 1 else 0
 
 
 def _storage(path: Path) -> optuna.storages.RDBStorage:
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    with _experimental_allowed():
+    try:
+        # Without heartbeats: `held` tells whether a running trial is still somebody's.
         return optuna.storages.RDBStorage(
             f"sqlite:///{path.resolve()}",
             engine_kwargs={"connect_args": {"timeout": _LOCK_TIMEOUT_SECONDS}},
-            heartbeat_interval=_HEARTBEAT_SECONDS,
         )
+    except RuntimeError as error:  # a database of another release of Optuna
+        raise StudyFileError(f"{path} cannot be used as a study: {error}") from error
 
 
 @contextlib.contextmanager
-def _experimental_allowed() -> Iterator[None]:
-    """Silences Optuna's warning that an interface (heartbeats, metric names) may still change."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+def storage_errors_named(path: Path) -> Iterator[None]:
+    """Turns errors of the database into one that names the file."""
+    try:
         yield
+    except (sqlalchemy.exc.SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
+        cause = str(error.__cause__ or error).splitlines()[0]
+        raise StudyFileError(
+            f"{path} cannot be used as a study: {cause}. What it holds was left as it is; free it, "
+            "mend it, or name another study with --study"
+        ) from error
 
 
 @contextlib.contextmanager
 def _errors_named(path: Path) -> Iterator[None]:
     """Turns errors of the file system and the database into one that names the file."""
     try:
-        yield
+        with storage_errors_named(path):
+            yield
     except OSError as error:
         raise StudyFileError(f"{path}: {error.strerror or error}") from error
-    except (sqlalchemy.exc.SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
-        cause = str(error.__cause__ or error).splitlines()[0]
-        raise StudyFileError(
-            f"{path} cannot be used as a study: {cause}. Nothing in it was changed; free it, mend "
-            "it, or name another study with --study"
-        ) from error

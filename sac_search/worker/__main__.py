@@ -6,6 +6,7 @@ itself as soon as its standard input closes, so it cannot outlive its parent.
 
 from __future__ import annotations
 
+import gc
 import os
 import queue
 import signal
@@ -28,6 +29,9 @@ def main() -> int:
     """Serves requests until the parent closes the pipe."""
     # Ctrl-C is the parent's to handle; it ends this process by closing the pipe.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # What torch made on import is for good: collections, of which a measurement needs several, and
+    # the search for live tensors need not look at it.
+    gc.freeze()
     requests, replies = _take_over_pipes()
     pending: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_read_requests, args=(requests, pending), daemon=True).start()

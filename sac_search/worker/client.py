@@ -7,6 +7,7 @@ search.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import queue
 import signal
@@ -28,6 +29,14 @@ from sac_search.worker.protocol import METHODS, Comparison, Reply, Request
 from sac_search.worker.session import Description, SessionSettings, Verdict
 
 _LOG_TAIL_LINES = 8
+_POLL_SECONDS = 1.0
+_PACKAGE_ROOT = Path(__file__).parents[2]
+# As `python -m sac_search.worker`, with the current folder last in the path instead of first: a
+# user's random.py or profile.py must not be what torch imports.
+_START = (
+    "import sys; sys.path += [sys.argv.pop(), '']; "
+    "from sac_search.worker.__main__ import main; sys.exit(main())"
+)
 
 
 class WorkerClient:
@@ -70,14 +79,9 @@ class WorkerClient:
 
     def measure(self, policy: Policy) -> Outcome:
         """Returns what `policy` costs; a lost worker is an outcome too."""
-        started = time.monotonic()
-        try:
-            outcome: Outcome = self._ask("measure", policy, self._timeout(1))
-        except _WorkerLost as lost:
-            return Outcome(failure=lost.failure)
-        if self._baseline_seconds is None:
-            self._baseline_seconds = time.monotonic() - started
-        return outcome
+        outcome = self._measure(policy)
+        # The parameters may have diverged in the steps before; a new worker starts from the first.
+        return self._measure(policy) if _has_diverged(outcome.failure) else outcome
 
     def compare(self, policies: Sequence[Policy], steps: int) -> list[Outcome]:
         """Returns what each policy costs, steps interleaved; measured one by one if that fails."""
@@ -88,15 +92,15 @@ class WorkerClient:
             )
         except _WorkerLost:
             return [self.measure(policy) for policy in policies]
-        return outcomes
+        return [
+            self._measure(policy) if _has_diverged(outcome.failure) else outcome
+            for policy, outcome in zip(policies, outcomes, strict=True)
+        ]
 
     def verify(self, policy: Policy) -> Verdict:
         """Compares the policy's gradients with those of the run without checkpointing."""
-        try:
-            verdict: Verdict = self._ask("verify", policy, self._timeout(2))
-        except _WorkerLost as lost:
-            return Verdict(failure=lost.failure)
-        return verdict
+        verdict = self._verify(policy)
+        return self._verify(policy) if _has_diverged(verdict.failure) else verdict
 
     def try_module(self, path: Path) -> tuple[Verdict, Outcome]:
         """Verifies and measures an exported policy module, applied by its own code."""
@@ -112,6 +116,24 @@ class WorkerClient:
         if self._process is not None:
             self._process.stop()
             self._process = None
+
+    def _measure(self, policy: Policy) -> Outcome:
+        started = time.monotonic()
+        try:
+            outcome: Outcome = self._ask("measure", policy, self._timeout(1))
+        except _WorkerLost as lost:
+            return Outcome(failure=lost.failure)
+        # One that failed says nothing of how long the others take: it may have failed at once.
+        if self._baseline_seconds is None and outcome.measurement is not None:
+            self._baseline_seconds = time.monotonic() - started
+        return outcome
+
+    def _verify(self, policy: Policy) -> Verdict:
+        try:
+            verdict: Verdict = self._ask("verify", policy, self._timeout(2))
+        except _WorkerLost as lost:
+            return Verdict(failure=lost.failure)
+        return verdict
 
     def _timeout(self, measurements: int) -> float | None:
         if self._trial_timeout_seconds is not None:
@@ -133,7 +155,7 @@ class WorkerClient:
             if reply.error is not None:
                 raise _local_error(reply)
             result = msgspec.json.decode(reply.result, type=METHODS[method].result_type)
-        except msgspec.ValidationError as error:
+        except msgspec.DecodeError as error:
             self.close()
             failure = make_failure(FailureKind.CRASH, f"its answer made no sense: {error}")
             raise _WorkerLost(failure) from None
@@ -163,7 +185,7 @@ class _Process:
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("ab") as log:
             self._child = subprocess.Popen(
-                [sys.executable, "-m", "sac_search.worker"],
+                [sys.executable, "-P", "-c", _START, str(_PACKAGE_ROOT)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -188,7 +210,7 @@ class _Process:
         except OSError:
             raise _WorkerLost(self._death()) from None
         try:
-            line = self._lines.get(timeout=timeout_seconds)
+            line = self._next_line(timeout_seconds)
         except queue.Empty:
             message = f"no answer within {timeout_seconds:.0f} s"
             raise _WorkerLost(make_failure(FailureKind.TIMEOUT, message)) from None
@@ -198,6 +220,25 @@ class _Process:
         if reply.number != self._number:
             raise _WorkerLost(make_failure(FailureKind.CRASH, "its answers are out of order"))
         return reply
+
+    def _next_line(self, timeout_seconds: float | None) -> bytes:
+        """Returns the next line; an empty one when the process is dead.
+
+        Raises:
+            queue.Empty: there is none in time.
+        """
+        deadline = math.inf if timeout_seconds is None else time.monotonic() + timeout_seconds
+        while True:
+            dead = self._child.poll() is not None
+            left_seconds = max(0.0, deadline - time.monotonic())
+            try:
+                return self._lines.get(timeout=min(_POLL_SECONDS, left_seconds))
+            except queue.Empty:
+                # Processes that user code started may hold the pipe open after the worker's death.
+                if dead:
+                    return b""
+                if left_seconds <= _POLL_SECONDS:
+                    raise
 
     def stop(self) -> None:
         """Closes the pipes and ends the process and whatever it started."""
@@ -226,10 +267,14 @@ class _Process:
 
 
 def _read_lines(stream: BinaryIO, lines: queue.SimpleQueue[bytes]) -> None:
-    with contextlib.suppress(ValueError, OSError):
+    with stream, contextlib.suppress(ValueError, OSError):
         for line in stream:
             lines.put(line)
     lines.put(b"")
+
+
+def _has_diverged(failure: Failure | None) -> bool:
+    return failure is not None and failure.kind is FailureKind.NON_FINITE_LOSS
 
 
 def _local_error(reply: Reply) -> errors.SacSearchError:

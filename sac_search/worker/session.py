@@ -6,7 +6,7 @@ calling process.
 
 from __future__ import annotations
 
-import gc
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,6 +85,7 @@ class Session:
         self._settings = settings
         self._device = device
         self._source_hash = source_hash
+        self._diverged = False
         clock = settings.clock or devices.default_clock(device)
         self._meter = StepMeter(workload=workload, device=device, clock=clock, steps=settings.steps)
         _refuse_own_checkpointing(workload.model)
@@ -106,11 +107,12 @@ class Session:
 
     def measure(self, policy: Policy) -> Outcome:
         """Returns what `policy` costs."""
-        return self._meter.measure(policy, self._reference)
+        return self._noted(self._meter.measure(policy, self._reference))
 
     def compare(self, policies: Sequence[Policy], steps: int) -> list[Outcome]:
         """Returns what each policy costs, their steps interleaved."""
-        return self._meter.compare(policies, self._reference, steps=steps)
+        outcomes = self._meter.compare(policies, self._reference, steps=steps)
+        return [self._noted(outcome) for outcome in outcomes]
 
     def verify(self, policy: Policy | PolicyModule) -> Verdict:
         """Compares `policy` with no checkpointing, or with full if that is too big."""
@@ -127,16 +129,25 @@ class Session:
 
     def measure_module(self, path: str) -> Outcome:
         """Returns what an exported policy module costs, applied by its own code."""
-        return self._meter.measure(load_policy_module(Path(path)), self._reference)
+        return self._noted(self._meter.measure(load_policy_module(Path(path)), self._reference))
 
     def verify_module(self, path: str) -> Verdict:
         """Verifies an exported policy module, applied by its own code."""
         return self.verify(load_policy_module(Path(path)))
 
     def is_healthy(self) -> bool:
-        """Whether memory is back to where it was before the first measurement."""
-        devices.free_cached_memory(self._device)
-        return self._live_bytes() <= self._resident_bytes * 1.02 + 2**24
+        """Whether the session can go on.
+
+        Not when memory is not back to where it was before the first measurement, when the loss was
+        not finite (the parameters may not be, either), or when the device answers no more.
+        """
+        if self._diverged:
+            return False
+        try:
+            devices.free_cached_memory(self._device)
+            return self._live_bytes() <= self._resident_bytes * 1.02 + 2**24
+        except Exception:
+            return False
 
     def environment(self) -> Environment:
         """Returns what figures of this session belong to."""
@@ -171,10 +182,16 @@ class Session:
     def _failure(self, error: Exception) -> Failure:
         failure = failure_from(error)
         error.__traceback__ = error.__context__ = error.__cause__ = None
+        self._diverged |= failure.kind is FailureKind.NON_FINITE_LOSS
         self._workload.drop_gradients()
-        gc.collect()
-        devices.free_cached_memory(self._device)
+        with contextlib.suppress(Exception):
+            devices.free_cached_memory(self._device)
         return failure
+
+    def _noted(self, outcome: Outcome) -> Outcome:
+        failure = outcome.failure
+        self._diverged |= failure is not None and failure.kind is FailureKind.NON_FINITE_LOSS
+        return outcome
 
     def _live_bytes(self) -> int:
         if self._device.type == "cpu":
@@ -247,7 +264,9 @@ def open_session(settings: SessionSettings) -> Session:
         device = devices.find_device(settings.device)
         devices.use_device(device)
     workload = build_workload(factory, device or torch.device("cpu"), settings.batch_size)
-    device = device or _device_of(workload)
+    if device is None:
+        device = _device_of(workload)
+        devices.use_device(device)
     set_threads(settings, device)
     _check_placement(workload, device)
     return Session(workload, settings, device, factory.source_hash)

@@ -1,0 +1,388 @@
+"""Which policy is fastest under a budget, from arrays alone: an exact planner and a lower bound.
+
+A multiple-choice knapsack. Layers come in kinds; each kind has options (left alone, recompute all,
+or one of many save sets), each option a price in seconds and a size in bytes. The unknowns are
+whole numbers, how many layers of a kind take an option, so that equal layers bring no symmetry. One
+row per phase of the step and per place in the backward pass keeps the peak under the budget. Solved
+exactly by HiGHS through scipy; nothing here knows torch.
+
+Within a kind, layers that keep less run earlier: that order is never worse, since when the backward
+pass reaches a layer, what the earlier layers keep is still there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, linprog, milp
+
+_MEBIBYTE = 2.0**20
+_MILLISECOND = 1e-3
+# A kind's options are thinned to those that some budget could want; this much faster is faster.
+_RELATIVE_EQUAL = 1e-9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """What one layer of a kind may do."""
+
+    overhead_seconds: float
+    """Step time that it adds, against leaving the layer alone."""
+    saved_bytes: int
+    """What it keeps from its forward to its backward."""
+    is_tier: bool
+    """Whether it is one of the policy's tiers; False for leaving the layer alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """Layers that are alike."""
+
+    options: tuple[Option, ...]
+    """What each of them may do; the first leaves it alone."""
+    activation_bytes: int
+    """What is alive of one layer when its backward begins, however it came there."""
+    gradient_bytes: int
+    """Gradients of one layer's parameters, alive from its backward on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """A model's layers and the memory that is there whatever they do."""
+
+    kinds: tuple[Kind, ...]
+    """The kinds."""
+    order: tuple[int, ...]
+    """The kind of each layer, in the order in which they run."""
+    forward_bytes: int
+    """The forward phase's peak, less what all layers keep."""
+    loss_bytes: int
+    """The loss phase's peak, less what all layers keep."""
+    backward_bytes: int
+    """The peak at a layer's backward, less what earlier layers keep, its activations, and the
+    gradients of later layers."""
+    fixed_bytes: int
+    """The peak of the phases that no layer changes: gradient clipping and the optimizer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A choice for every layer."""
+
+    options: tuple[int, ...]
+    """The option of each layer, in the order in which they run."""
+    overhead_seconds: float
+    """Step time that it adds, by the problem's prices."""
+    peak_bytes: int
+    """The peak of the step, by the problem's rows."""
+
+
+def solve(problem: Problem, budget_bytes: int, *, tiers: int = 2) -> Plan | None:
+    """Returns the plan with the least overhead whose peak is at most `budget_bytes`.
+
+    Each kind uses at most `tiers` options beside leaving layers alone. None if nothing fits.
+    """
+    model = _Model(problem, tiers)
+    limit = budget_bytes
+    for _ in range(8):
+        options = model.solve(limit)
+        if options is None:
+            return None
+        plan = _plan(problem, options)
+        if plan.peak_bytes <= budget_bytes:
+            return plan
+        # Where kinds alternate, the rows leave out how one kind's layers lie between another's.
+        limit -= plan.peak_bytes - budget_bytes
+    return None
+
+
+def lower_bound(problem: Problem, budget_bytes: int) -> float | None:
+    """Returns overhead seconds that no plan can go under, with any number of tiers.
+
+    The linear relaxation: fractions of layers may take fractions of options, and only the rows that
+    hold for every order are kept. None if not even that fits.
+    """
+    return _Model(problem, tiers=len(problem.order)).relaxed(budget_bytes)
+
+
+def peak_of(problem: Problem, options: Sequence[int]) -> int:
+    """Returns the peak of a choice of options, one per layer in the order in which they run."""
+    saved = [_option(problem, i, o).saved_bytes for i, o in enumerate(options)]
+    total_bytes = sum(saved)
+    peaks = [
+        problem.fixed_bytes,
+        problem.forward_bytes + total_bytes,
+        problem.loss_bytes + total_bytes,
+    ]
+    earlier_bytes = 0
+    later_gradients = sum(_kind(problem, i).gradient_bytes for i in range(len(saved)))
+    for index, kept_bytes in enumerate(saved):
+        kind = _kind(problem, index)
+        later_gradients -= kind.gradient_bytes
+        peaks.append(
+            problem.backward_bytes + earlier_bytes + kind.activation_bytes + later_gradients
+        )
+        earlier_bytes += kept_bytes
+    return max(peaks)
+
+
+def overhead_of(problem: Problem, options: Sequence[int]) -> float:
+    """Returns the overhead seconds of a choice of options."""
+    return sum(_option(problem, i, o).overhead_seconds for i, o in enumerate(options))
+
+
+def useful_options(options: Sequence[Option]) -> list[int]:
+    """Returns the indices of options that are not both slower and larger than another.
+
+    The first, leaving the layer alone, is always among them.
+    """
+    by_size = sorted(
+        range(len(options)), key=lambda i: (options[i].saved_bytes, options[i].overhead_seconds)
+    )
+    kept, least = [0], float("inf")
+    for index in by_size:
+        seconds = options[index].overhead_seconds
+        if seconds < least - _RELATIVE_EQUAL * abs(least if least < float("inf") else 0):
+            least = seconds
+            if index != 0:
+                kept.append(index)
+    return kept
+
+
+def _plan(problem: Problem, options: tuple[int, ...]) -> Plan:
+    return Plan(
+        options=options,
+        overhead_seconds=overhead_of(problem, options),
+        peak_bytes=peak_of(problem, options),
+    )
+
+
+def _kind(problem: Problem, index: int) -> Kind:
+    return problem.kinds[problem.order[index]]
+
+
+def _option(problem: Problem, index: int, option: int) -> Option:
+    return _kind(problem, index).options[option]
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """A variable: how many of a kind's layers take an option, or whether the last layer does."""
+
+    kind: int
+    option: int
+    is_last: bool
+
+
+class _Model:
+    """The rows and columns of a problem. Bytes in MiB and seconds in ms, for the solver's sake."""
+
+    def __init__(self, problem: Problem, tiers: int) -> None:
+        self._problem = problem
+        self._tiers = tiers
+        self._last_kind = problem.order[-1]
+        # The last layer has a column of its own: its backward comes first, so what it keeps is
+        # alive then anyway, and only the forward and the loss feel it.
+        self._counts = [problem.order[:-1].count(k) for k in range(len(problem.kinds))]
+        self._columns = [
+            _Column(k, o, is_last)
+            for is_last in (False, True)
+            for k, kind in enumerate(problem.kinds)
+            for o in useful_options(kind.options)
+            if (k == self._last_kind if is_last else self._counts[k] > 0)
+        ]
+        self._uses = sorted({(c.kind, c.option) for c in self._columns})
+        self._saved = np.array([self._of(c).saved_bytes / _MEBIBYTE for c in self._columns])
+        self._seconds = np.array(
+            [self._of(c).overhead_seconds / _MILLISECOND for c in self._columns]
+        )
+
+    def relaxed(self, budget_bytes: int) -> float | None:
+        """Returns the least overhead of the linear relaxation, in seconds."""
+        rows, highest = self._phase_rows(budget_bytes)
+        if self._fixed_excess(budget_bytes) > 0:
+            return None
+        equal, totals = self._count_rows()
+        result = linprog(
+            self._seconds, A_ub=rows, b_ub=highest, A_eq=equal, b_eq=totals, method="highs"
+        )
+        return float(result.fun) * _MILLISECOND if result.status == 0 else None
+
+    def solve(self, budget_bytes: int) -> tuple[int, ...] | None:
+        """Returns the option of each layer, or None if nothing fits."""
+        if self._fixed_excess(budget_bytes) > 0:
+            return None
+        uses = len(self._uses)
+        width = len(self._columns) + uses
+        rows, highest = self._phase_rows(budget_bytes)
+        equal, totals = self._count_rows()
+        constraints = [
+            LinearConstraint(_padded(rows, width), -np.inf, highest),
+            LinearConstraint(_padded(equal, width), totals, totals),
+        ]
+        constraints += self._use_constraints(width)
+        constraints += self._group_constraints(width, budget_bytes)
+        result = milp(
+            np.concatenate([self._seconds, np.full(uses, 1e-9)]),
+            constraints=constraints,
+            integrality=np.ones(width),
+            bounds=Bounds(0, np.concatenate([self._most(), np.ones(uses)])),
+            options={"mip_rel_gap": 1e-6},
+        )
+        if result.x is None:
+            return None
+        return self._arranged(np.round(result.x[: len(self._columns)]).astype(int))
+
+    # --- rows -------------------------------------------------------------------------------------
+
+    def _phase_rows(self, budget_bytes: int) -> tuple[np.ndarray, np.ndarray]:
+        """Forward and loss feel all layers; the first backward feels all but the last."""
+        problem = self._problem
+        not_last = np.array([0.0 if c.is_last else 1.0 for c in self._columns])
+        rows = np.vstack([self._saved, self._saved, self._saved * not_last])
+        last = problem.kinds[self._last_kind]
+        taken = np.array(
+            [
+                problem.forward_bytes,
+                problem.loss_bytes,
+                problem.backward_bytes + last.activation_bytes,
+            ]
+        )
+        return rows, (budget_bytes - taken) / _MEBIBYTE
+
+    def _count_rows(self) -> tuple[np.ndarray, np.ndarray]:
+        kinds = range(len(self._problem.kinds))
+        rows = [
+            [float(c.kind == k and not c.is_last) for c in self._columns]
+            for k in kinds
+            if self._counts[k] > 0
+        ]
+        rows.append([float(c.is_last) for c in self._columns])
+        totals = [float(self._counts[k]) for k in kinds if self._counts[k] > 0] + [1.0]
+        return np.array(rows), np.array(totals)
+
+    def _use_constraints(self, width: int) -> list[LinearConstraint]:
+        """A column may be above zero only if its option is used; few options may be."""
+        rows, most = [], self._most()
+        for index, column in enumerate(self._columns):
+            row = np.zeros(width)
+            row[index] = 1
+            row[self._use_index(column.kind, column.option)] = -most[index]
+            rows.append(row)
+        limits = []
+        for kind in sorted({k for k, _ in self._uses}):
+            row = np.zeros(width)
+            for k, o in self._uses:
+                if k == kind and self._problem.kinds[k].options[o].is_tier:
+                    row[self._use_index(k, o)] = 1
+            limits.append(row)
+        return [
+            LinearConstraint(np.array(rows), -np.inf, 0),
+            LinearConstraint(np.array(limits), -np.inf, self._tiers),
+        ]
+
+    def _group_constraints(self, width: int, budget_bytes: int) -> list[LinearConstraint]:
+        """The backward of the first and last layer of each group, in force where it has layers."""
+        rows, highest = [], []
+        everything = self._everything_mib()
+        for column in self._columns:
+            if column.is_last:
+                continue
+            for is_end in (True, False):
+                row, taken_bytes = self._group_row(column, is_end=is_end)
+                padded = np.zeros(width)
+                padded[: len(row)] = row
+                padded[self._use_index(column.kind, column.option)] = everything
+                rows.append(padded)
+                highest.append((budget_bytes - taken_bytes) / _MEBIBYTE + everything)
+        return [LinearConstraint(np.array(rows), -np.inf, np.array(highest))] if rows else []
+
+    def _group_row(self, column: _Column, *, is_end: bool) -> tuple[np.ndarray, float]:
+        problem = self._problem
+        own = problem.kinds[column.kind]
+        own_saved = self._of(column).saved_bytes
+        first_own = problem.order.index(column.kind)
+        row = np.zeros(len(self._columns))
+        taken = float(problem.backward_bytes + own.activation_bytes)
+        for index, other in enumerate(self._columns):
+            gradient_mib = problem.kinds[other.kind].gradient_bytes / _MEBIBYTE
+            if other.is_last:
+                row[index] = gradient_mib
+            elif other.kind != column.kind:
+                before = problem.order.index(other.kind) < first_own
+                row[index] = self._saved[index] if before else gradient_mib
+            else:
+                saved = self._of(other).saved_bytes
+                same = other.option == column.option
+                earlier = saved < own_saved or (saved == own_saved and other.option < column.option)
+                if earlier or (same and is_end):
+                    row[index] = self._saved[index]
+                else:
+                    row[index] = gradient_mib
+                if same:
+                    # The layer itself is neither before nor after.
+                    taken -= own_saved if is_end else own.gradient_bytes
+        return row, taken
+
+    def _everything_mib(self) -> float:
+        problem = self._problem
+        largest = sum(
+            max(o.saved_bytes for o in problem.kinds[k].options) + problem.kinds[k].gradient_bytes
+            for k in problem.order
+        )
+        activations = max(kind.activation_bytes for kind in problem.kinds)
+        return (largest + activations + abs(problem.backward_bytes)) / _MEBIBYTE
+
+    # --- columns ----------------------------------------------------------------------------------
+
+    def _of(self, column: _Column) -> Option:
+        return self._problem.kinds[column.kind].options[column.option]
+
+    def _use_index(self, kind: int, option: int) -> int:
+        return len(self._columns) + self._uses.index((kind, option))
+
+    def _most(self) -> np.ndarray:
+        return np.array([1.0 if c.is_last else float(self._counts[c.kind]) for c in self._columns])
+
+    def _fixed_excess(self, budget_bytes: int) -> int:
+        return self._problem.fixed_bytes - budget_bytes
+
+    def _arranged(self, counts: np.ndarray) -> tuple[int, ...]:
+        """Returns an option per layer: within a kind, those that keep less first."""
+        queues: dict[int, list[int]] = {k: [] for k in range(len(self._problem.kinds))}
+        last = 0
+        for column, count in zip(self._columns, counts, strict=True):
+            if column.is_last:
+                last = column.option if count else last
+            else:
+                queues[column.kind] += [column.option] * int(count)
+        for kind, queue in queues.items():
+            options = self._problem.kinds[kind].options
+            queue.sort(key=lambda o: (options[o].saved_bytes, o))
+        arranged = [queues[kind].pop(0) for kind in self._problem.order[:-1]]
+        return (*arranged, last)
+
+
+def _padded(rows: np.ndarray, width: int) -> np.ndarray:
+    return np.hstack([rows, np.zeros((rows.shape[0], width - rows.shape[1]))])
+
+
+def with_phase_peaks(
+    problem: Problem, plan: Plan, *, forward: int, loss: int, backward: int, fixed: int
+) -> Problem:
+    """Returns the problem corrected so that its rows give the peaks that `plan` really has.
+
+    The arguments are a plan's peaks per phase, in bytes, from a dry run.
+    """
+    saved = [_option(problem, i, o).saved_bytes for i, o in enumerate(plan.options)]
+    uncorrected = replace(problem, forward_bytes=0, loss_bytes=0, fixed_bytes=0)
+    backward_rows = peak_of(replace(uncorrected, backward_bytes=2**50), plan.options) - 2**50
+    return replace(
+        problem,
+        forward_bytes=forward - sum(saved),
+        loss_bytes=loss - sum(saved),
+        backward_bytes=backward - backward_rows,
+        fixed_bytes=fixed,
+    )

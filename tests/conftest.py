@@ -1,0 +1,24 @@
+"""Lies here so that every test can import the modules beside it, such as `scripted`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import sqlalchemy
+import torch
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@sqlalchemy.event.listens_for(sqlalchemy.Engine, "connect")
+def do_not_wait_for_the_disk(connection: Any, record: Any) -> None:
+    # A study in a test has to survive a killed process, not a power cut.
+    connection.execute("PRAGMA synchronous=OFF")

@@ -1,0 +1,297 @@
+"""What people read: the rows of each table and the sentences for each ending."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from results import BITWISE, FULL_CANDIDATE, GIB, NONE_CANDIDATE, TRIAL, make_result
+from scripted import (
+    CONVOLUTION_OPS,
+    make_candidate,
+    make_failed,
+    make_layers,
+    make_op,
+    make_outcome,
+    other_environment,
+)
+
+from sac_search import units
+from sac_search.failures import make_failure
+from sac_search.policy import Policy
+from sac_search.records import FailureKind
+from sac_search.report import rows
+from sac_search.study.baselines import FULL, NONE
+from sac_search.study.candidate import Candidate
+from sac_search.worker.session import Verdict
+
+# --- the table of candidates ----------------------------------------------------------------------
+
+
+def test_there_is_a_row_per_baseline_and_one_for_the_winner() -> None:
+    failed = Candidate(
+        name="save matmul",
+        policy=TRIAL.policy,
+        outcome=make_failed(),
+        step_seconds=None,
+        is_baseline=True,
+    )
+    other_trial = make_candidate("trial 6", policy=TRIAL.policy)
+
+    found = rows.candidate_rows(
+        make_result(NONE_CANDIDATE, FULL_CANDIDATE, failed, other_trial, TRIAL, best=TRIAL)
+    )
+
+    assert found == [
+        rows.CandidateRow(
+            name="none",
+            description="no checkpointing",
+            step="200.0 ms ±0.4%",
+            overhead="+0.0%",
+            peak="8.000 GiB",
+            verdict="over",
+        ),
+        rows.CandidateRow(
+            name="full",
+            description="2 layers: recompute all",
+            step="260.0 ms ±0.6%",
+            overhead="+30.0%",
+            peak="4.000 GiB",
+            verdict="fits",
+        ),
+        rows.CandidateRow(
+            name="save matmul",
+            description="2 layers: save matmul",
+            step="–",
+            overhead="–",
+            peak="–",
+            verdict="out of memory",
+        ),
+        rows.CandidateRow(
+            name="best (trial 7)",
+            description="2 layers: save matmul",
+            step="220.0 ms ±0.0%",
+            overhead="+10.0%",
+            peak="5.000 GiB",
+            verdict="fits",
+            is_best=True,
+        ),
+    ]
+
+
+def test_without_the_step_without_checkpointing_there_is_no_overhead() -> None:
+    failed = Candidate(
+        name=NONE, policy=Policy(), outcome=make_failed(), step_seconds=None, is_baseline=True
+    )
+
+    found = rows.candidate_rows(make_result(failed, FULL_CANDIDATE, best=FULL_CANDIDATE))
+
+    assert [row.overhead for row in found] == ["–", "–", "–"]
+    assert [row.name for row in found] == ["none", "full", "best (full)"]
+
+
+# --- the headline of each ending ------------------------------------------------------------------
+
+
+def test_a_winner_is_held_against_full_and_no_checkpointing() -> None:
+    assert rows.headline(make_result(best=TRIAL)) == [
+        "2 layers: save matmul: 220.0 ms per step, peak 5.000 GiB of 6.000 GiB.",
+        "Against full checkpointing: step time -15.4%, peak +25.0%.",
+        "Against no checkpointing: step time +10.0%, peak -37.5%.",
+        "Loss and every gradient are bitwise those of no checkpointing.",
+    ]
+
+
+def test_a_winner_is_not_held_against_itself_or_against_what_failed() -> None:
+    failed = Candidate(
+        name=NONE, policy=Policy(), outcome=make_failed(), step_seconds=None, is_baseline=True
+    )
+
+    found = rows.headline(make_result(failed, FULL_CANDIDATE, best=FULL_CANDIDATE))
+
+    assert found == [
+        "2 layers: recompute all: 260.0 ms per step, peak 4.000 GiB of 6.000 GiB.",
+        "Loss and every gradient are bitwise those of no checkpointing.",
+    ]
+
+
+def test_a_budget_that_does_not_bind() -> None:
+    assert rows.headline(make_result(best=NONE_CANDIDATE, budget_bytes=9 * GIB)) == [
+        "No checkpointing needed: the step without it peaks at 8.000 GiB, under the budget of "
+        "9.000 GiB.",
+        "The budget does not bind. Between 4.000 GiB (every layer checkpointed) and 8.000 GiB it "
+        "would, for example: --budget-gb 6",
+    ]
+
+
+def test_a_budget_that_does_not_bind_when_full_checkpointing_failed() -> None:
+    found = rows.headline(make_result(NONE_CANDIDATE, best=NONE_CANDIDATE))
+
+    assert len(found) == 1 and found[0].startswith("No checkpointing needed")
+
+
+def test_no_budget_binds_when_checkpointing_does_not_help() -> None:
+    full = make_candidate(FULL, policy=FULL_CANDIDATE.policy, peak_bytes=8 * GIB, is_baseline=True)
+
+    found = rows.headline(make_result(NONE_CANDIDATE, full, best=NONE_CANDIDATE))
+
+    assert found[1] == (
+        "Checkpointing every layer does not lower the peak, so no budget would bind."
+    )
+
+
+@given(st.integers(1, 200 * GIB), st.integers(2, 10 * GIB))
+def test_the_budget_that_is_suggested_lies_between_the_two_peaks(low: int, width: int) -> None:
+    full = make_candidate(FULL, policy=FULL_CANDIDATE.policy, peak_bytes=low, is_baseline=True)
+    none = make_candidate(NONE, policy=Policy(), peak_bytes=low + width, is_baseline=True)
+
+    line = rows.headline(make_result(none, full, best=none))[1]
+
+    suggested = units.gib_to_bytes(float(line.split("--budget-gb ")[1]))
+    assert low <= suggested <= low + width
+
+
+def test_nothing_fits() -> None:
+    assert rows.headline(make_result()) == ["No policy fits 6.000 GiB."]
+
+
+def test_interrupted_before_anything_was_found() -> None:
+    found = rows.headline(make_result(interrupted=True, stop_reason="interrupted"))
+
+    assert found == ["Interrupted before a policy that fits 6.000 GiB was found and verified."]
+
+
+def test_an_interrupted_search_with_a_winner_is_told_like_any_other() -> None:
+    assert rows.headline(make_result(best=TRIAL, interrupted=True)) == rows.headline(
+        make_result(best=TRIAL)
+    )
+
+
+# --- the closing lines ----------------------------------------------------------------------------
+
+
+def test_the_closing_lines_say_why_where_and_what_next() -> None:
+    found = rows.closing_lines(make_result(best=TRIAL, rejected=("trial 5: wrong gradients",)))
+
+    assert found == [
+        "Stopped after 2 baselines and 1 trial: 3 trials measured (--trials 3).",
+        "Clock: processor time of one process (--clock wall for elapsed time).",
+        "Rejected: trial 5: wrong gradients",
+        "Files: studies/gpt/policy.py, studies/gpt/result.json, studies/gpt/study.db",
+        "Next: copy studies/gpt/policy.py beside your training script; import policy; "
+        "policy.apply(model)",
+    ]
+
+
+def test_without_a_winner_there_is_nothing_to_copy() -> None:
+    found = rows.closing_lines(
+        make_result(NONE_CANDIDATE, environment=other_environment(clock="wall"))
+    )
+
+    assert found == [
+        "Stopped after 1 baseline and 0 trials: 3 trials measured (--trials 3).",
+        "Clock: elapsed time.",
+    ]
+
+
+# --- verification ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({}, "Loss and every gradient are bitwise those of no checkpointing."),
+        (
+            {"reference": "full", "note": "Mind the buffers."},
+            "Loss and every gradient are bitwise those of full checkpointing. Mind the buffers.",
+        ),
+        (
+            {"bitwise": False, "worst_gradient_difference": 3e-6},
+            "Loss and gradients agree with no checkpointing within 1e-04 (worst 3.0e-06).",
+        ),
+        (
+            {
+                "passed": False,
+                "bitwise": False,
+                "worst_gradient_difference": 0.5,
+                "worst_parameter": "h.0.weight",
+                "loss_difference": 0.25,
+            },
+            "The gradients are not those of no checkpointing: h.0.weight is off by 5.0e-01 of its "
+            "largest value, the loss by 2.5e-01.",
+        ),
+    ],
+)
+def test_a_verification_in_a_sentence(changes: dict[str, Any], line: str) -> None:
+    assert rows.describe_verification(dataclasses.replace(BITWISE, **changes)) == line
+
+
+def test_a_policy_file_is_verified_and_measured() -> None:
+    outcome = make_outcome(seconds=1.1, peak_bytes=GIB, noise=0.01)
+    wrong = dataclasses.replace(BITWISE, passed=False, bitwise=False, worst_parameter="w")
+
+    right = rows.verification_lines(Verdict(verification=BITWISE), outcome)
+    failed = rows.verification_lines(Verdict(verification=wrong), outcome)
+
+    assert right == [
+        "Verification passed. Loss and every gradient are bitwise those of no checkpointing.",
+        "Peak 1.000 GiB (in backward), 1100.0 ms per step ±1.0%, +10.0% against full "
+        "checkpointing.",
+    ]
+    assert failed[0].startswith("Verification FAILED. The gradients are not those of")
+
+
+def test_a_policy_file_that_does_not_run() -> None:
+    failure = make_failure(FailureKind.CRASH, "exit code 3")
+
+    both = rows.verification_lines(Verdict(failure=failure), make_failed())
+    measured = rows.verification_lines(Verdict(verification=BITWISE), make_failed())
+
+    assert both == [f"FAILED: worker crashed. {failure.advice}", "exit code 3"]
+    assert measured[1].startswith("Not measured: out of memory. The device ran out")
+
+
+# --- the trace ------------------------------------------------------------------------------------
+
+
+def test_a_trace_has_a_row_per_kind_and_op_with_what_decides_about_it() -> None:
+    quick = make_layers(1, [make_op("aten.mm.default", milliseconds=1, mib=3)])
+    slow = make_layers(1, [make_op("aten.mm.default", milliseconds=3, mib=3)], prefix="g")
+    stages = make_layers(2, CONVOLUTION_OPS, kind="Stage", prefix="s")
+
+    found = rows.op_rows([*quick, *slow, *stages])
+
+    assert found[0] == rows.OpRow(
+        kind="Block",
+        op="aten.mm.default",
+        op_class="matmul",
+        calls=1,
+        mib=3.0,
+        milliseconds=2.0,
+        saved_by="save.matmul",
+        savable=True,
+    )
+    assert [(row.kind, row.op_class, row.saved_by) for row in found[1:]] == [
+        ("Stage", "convolution", "save.convolution"),
+        ("Stage", "normalization", "no: its output is changed in place later"),
+        ("Stage", "activation", "save.activation"),
+        ("Stage", "elementwise", "no: changes its input in place"),
+    ]
+
+
+def test_a_view_is_called_a_view() -> None:
+    layers = make_layers(1, [make_op("aten.view.default", view=True)])
+
+    assert rows.op_rows(layers)[0].op_class == "view"
+
+
+def test_layers_are_named_by_kind() -> None:
+    layers = [*make_layers(3), *make_layers(1, kind="Stage", prefix="s")]
+
+    assert rows.layer_lines(layers) == [
+        "Block: 3 layers (h.0 … h.2), 1,000 parameters and 2.0 MiB of inputs each",
+        "Stage: 1 layer (s.0), 1,000 parameters and 2.0 MiB of inputs each",
+    ]

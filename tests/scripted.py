@@ -1,0 +1,385 @@
+"""A measurer that measures nothing: a model on paper, with noise and faults on demand.
+
+The model has layers of one or two kinds. A step takes the forward pass three times over (once
+forward, twice backward) and, in checkpointed layers, what is recomputed. Its peak is at the start
+of backward: what stays resident, what each layer keeps, and the working set of one recomputed
+layer. Both depend on the policy alone, so the best policy is known by counting.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import optuna
+
+from sac_search.failures import make_failure
+from sac_search.opclasses import OpClass, classify
+from sac_search.policy import Policy, Tier, checkpoint_layers
+from sac_search.records import (
+    Environment,
+    FailureKind,
+    Measurement,
+    Outcome,
+    Phase,
+    Verification,
+)
+from sac_search.study.candidate import Candidate
+from sac_search.study.search import Search, SearchSettings
+from sac_search.study.space import LayerChoiceMode, build_space
+from sac_search.study.store import StudyStore
+from sac_search.trace import LayerTrace, OpTrace
+from sac_search.worker.session import Description, Verdict
+
+MIB = 2**20
+RESIDENT_BYTES = 40 * MIB
+INPUT_BYTES = 2 * MIB
+
+ENVIRONMENT = Environment(
+    torch_version="2.13.0",
+    device="cpu",
+    device_name="paper",
+    device_memory_bytes=2**34,
+    driver=None,
+    dtype="float32",
+    batch_size=4,
+    sequence_length=128,
+    compile_settings="eager",
+    allocator_settings="",
+    precision_settings="highest",
+    threads=1,
+    clock="cpu",
+    parameter_count=1000,
+    workload="paper.py:workload",
+    workload_source_hash="0123456789abcdef",
+)
+
+
+def make_op(name: str, *, milliseconds: float = 1.0, mib: float = 1.0, **flags: bool) -> OpTrace:
+    return OpTrace(
+        op=name,
+        op_class=classify(name),
+        calls=1,
+        output_bytes=round(mib * MIB),
+        seconds=milliseconds / 1e3,
+        **flags,
+    )
+
+
+BLOCK_OPS = (
+    make_op("aten.native_layer_norm.default", milliseconds=0.6, mib=2),
+    make_op("aten.addmm.default", milliseconds=6.0, mib=6),
+    make_op("aten.view.default", milliseconds=0.0, mib=0, view=True),
+    make_op("aten._scaled_dot_product_flash_attention_for_cpu.default", milliseconds=4.0, mib=2.2),
+    make_op("aten.gelu.default", milliseconds=1.5, mib=8),
+    make_op("aten.add.Tensor", milliseconds=0.7, mib=4),
+)
+CONVOLUTION_OPS = (
+    make_op("aten.convolution.default", milliseconds=5.0, mib=5),
+    make_op("aten.native_batch_norm.default", milliseconds=1.0, mib=5, output_mutated=True),
+    make_op("aten.relu.default", milliseconds=0.8, mib=5),
+    make_op("aten.add_.Tensor", milliseconds=0.3, mib=0, mutates=True),
+)
+DROPOUT_OPS = (
+    make_op("aten.addmm.default", milliseconds=6.0, mib=6),
+    make_op(
+        "aten._scaled_dot_product_efficient_attention.default",
+        milliseconds=4.0,
+        mib=2.2,
+        random=True,
+    ),
+    make_op("aten.native_dropout.default", milliseconds=1.0, mib=3, random=True),
+    make_op("aten.gelu.default", milliseconds=1.5, mib=8),
+)
+
+
+def make_layers(
+    count: int = 6,
+    ops: Sequence[OpTrace] = BLOCK_OPS,
+    *,
+    kind: str = "Block",
+    prefix: str = "h",
+) -> tuple[LayerTrace, ...]:
+    return tuple(
+        LayerTrace(
+            name=f"{prefix}.{index}",
+            kind=kind,
+            class_name=kind,
+            parameter_count=1000,
+            calls=1,
+            input_bytes=INPUT_BYTES,
+            ops=tuple(ops),
+        )
+        for index in range(count)
+    )
+
+
+def saving_class(policy: Policy, op_class: OpClass) -> bool:
+    return any(op_class in tier.classes for tier in policy.tiers)
+
+
+@dataclass(slots=True)
+class ScriptedMeasurer:
+    """A `Measurer` by the model above. Says what it was asked, and fails when told to."""
+
+    layers: tuple[LayerTrace, ...] = field(default_factory=make_layers)
+    environment: Environment = ENVIRONMENT
+    noise_fraction: float = 0.0
+    """Relative spread of a step time; the same policy always draws the same."""
+    seed: int = 0
+    device_bytes: int | None = None
+    """A step that peaks above this runs out of memory."""
+    fail: Callable[[Policy], FailureKind | None] = lambda policy: None
+    """Why the step of a policy fails."""
+    wrong_gradients: Callable[[Policy], bool] = lambda policy: False
+    """Which policies give wrong gradients."""
+    verify_fails: Callable[[Policy], FailureKind | None] = lambda policy: None
+    """Why the verification of a policy fails."""
+    compared_seconds: Callable[[Policy], float] = lambda policy: 1.0
+    """Factor on the step time when it is measured side by side."""
+    compared_bytes: Callable[[Policy], float] = lambda policy: 1.0
+    """Factor on the peak when it is measured side by side."""
+    interrupt_at: int | None = None
+    """The user stops the search in this measurement, counted from 1."""
+    interrupt_in: frozenset[str] = frozenset()
+    """The user stops the search once in these methods: `compare`, `verify`."""
+    sleep_seconds: float = 0.0
+    """How long a measurement takes."""
+    log_path: Path | None = None
+    """Where each measured key is written."""
+    drift: float = 0.0
+    """How much slower the machine becomes from one measurement to the next."""
+    measured: Counter[str] = field(default_factory=Counter)
+    order: list[Policy] = field(default_factory=list)
+    compared: list[tuple[int, list[str]]] = field(default_factory=list)
+    """The steps and the keys of every comparison."""
+    verified: list[str] = field(default_factory=list)
+    notes: tuple[str, ...] = ()
+
+    # --- the protocol -----------------------------------------------------------------------------
+
+    def describe(self) -> Description:
+        return Description(
+            environment=self.environment, layers=self.layers, reference="full", notes=self.notes
+        )
+
+    def measure(self, policy: Policy) -> Outcome:
+        self.measured[policy.key] += 1
+        self.order.append(policy)
+        time.sleep(self.sleep_seconds)
+        if self.interrupt_at is not None and self.measured.total() == self.interrupt_at:
+            raise KeyboardInterrupt
+        self._write_log(policy.key)
+        return self._outcome(policy)
+
+    def compare(self, policies: Sequence[Policy], steps: int) -> list[Outcome]:
+        self._interrupt_once("compare")
+        self.compared.append((steps, [policy.key for policy in policies]))
+        return [
+            self._outcome(policy, self.compared_seconds(policy), self.compared_bytes(policy))
+            for policy in policies
+        ]
+
+    def verify(self, policy: Policy) -> Verdict:
+        self._interrupt_once("verify")
+        self.verified.append(policy.key)
+        kind = self.verify_fails(policy)
+        if kind is not None:
+            return Verdict(failure=make_failure(kind, "on paper"))
+        wrong = self.wrong_gradients(policy)
+        return Verdict(
+            verification=Verification(
+                passed=not wrong,
+                bitwise=not wrong,
+                reference="none",
+                loss_difference=0.25 if wrong else 0.0,
+                worst_gradient_difference=0.5 if wrong else 0.0,
+                worst_parameter="h.0.weight" if wrong else None,
+                noise=0.0,
+                tolerance=1e-4,
+            )
+        )
+
+    # --- the model --------------------------------------------------------------------------------
+
+    def step_seconds(self, policy: Policy) -> float:
+        """Returns the true step time."""
+        forward = sum(op.seconds for layer in self.layers for op in layer.ops)
+        seconds = 3 * forward
+        for layer, tier in self._tiers(policy):
+            if tier is not None:
+                recomputed = sum(op.seconds * (1 - _saved_part(op, tier)) for op in layer.ops)
+                seconds += recomputed + (0 if tier.is_plain else 1e-4)
+        return seconds
+
+    def peak_bytes(self, policy: Policy) -> int:
+        """Returns the true peak."""
+        kept, working = 0.0, 0.0
+        for layer, tier in self._tiers(policy):
+            whole = sum(op.output_bytes for op in layer.ops if not op.view)
+            if tier is None:
+                kept += whole
+            else:
+                saved = sum(op.output_bytes * _saved_part(op, tier) for op in layer.ops)
+                kept += layer.input_bytes + saved
+                working = max(working, whole - saved)
+        return RESIDENT_BYTES + round(kept + working)
+
+    @property
+    def full(self) -> Policy:
+        return checkpoint_layers(layer.name for layer in self.layers)
+
+    def _tiers(self, policy: Policy) -> list[tuple[LayerTrace, Tier | None]]:
+        chosen = {choice.name: policy.tiers[choice.tier] for choice in policy.layers}
+        return [(layer, chosen.get(layer.name)) for layer in self.layers]
+
+    def _outcome(
+        self, policy: Policy, seconds_factor: float = 1.0, bytes_factor: float = 1.0
+    ) -> Outcome:
+        kind = self.fail(policy)
+        if kind is not None:
+            return Outcome(failure=make_failure(kind, "on paper"))
+        peak = round(self.peak_bytes(policy) * bytes_factor)
+        if self.device_bytes is not None and peak > self.device_bytes:
+            return Outcome(failure=make_failure(FailureKind.OUT_OF_MEMORY, "on paper"))
+        generator = random.Random(f"{self.seed} {policy.key}")  # noqa: S311
+        factor = seconds_factor * (1 + generator.gauss(0, self.noise_fraction))
+        slowness = (1 + self.drift) ** self.measured.total()
+        seconds = self.step_seconds(policy) * factor
+        reference = self.step_seconds(self.full)
+        return Outcome(
+            measurement=Measurement(
+                peak_bytes=peak,
+                allocated_bytes=peak,
+                peak_phase=Phase.BACKWARD,
+                phase_peak_bytes={
+                    Phase.FORWARD: peak - 5 * MIB,
+                    Phase.LOSS: peak - 4 * MIB,
+                    Phase.BACKWARD: peak,
+                    Phase.OPTIMIZER: RESIDENT_BYTES,
+                },
+                step_seconds=seconds * slowness,
+                step_noise_fraction=self.noise_fraction,
+                reference_seconds=reference * slowness,
+                relative_seconds=seconds / reference if reference else 1.0,
+                steps=5,
+                loss=1.0,
+            )
+        )
+
+    def _write_log(self, key: str) -> None:
+        if self.log_path is not None:
+            handle = os.open(self.log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+            os.write(handle, f"{key}\n".encode())
+            os.close(handle)
+
+    def _interrupt_once(self, method: str) -> None:
+        if method in self.interrupt_in:
+            self.interrupt_in -= {method}
+            raise KeyboardInterrupt
+
+
+def _saved_part(op: OpTrace, tier: Tier) -> float:
+    if op.view or op.mutates:
+        return 0.0
+    if op.random:
+        return float(tier.save_random)
+    if op.op not in tier.ops:
+        return 0.0
+    return 0.5 if tier.every_second_matmul and op.op_class is OpClass.MATMUL else 1.0
+
+
+def other_environment(**changes: object) -> Environment:
+    return dataclasses.replace(ENVIRONMENT, **changes)
+
+
+def make_outcome(
+    *, seconds: float = 1.0, peak_bytes: int = 100, noise: float = 0.0, reference: float = 1.0
+) -> Outcome:
+    """Returns figures made to measure; the reference step takes a second."""
+    return Outcome(
+        measurement=Measurement(
+            peak_bytes=peak_bytes,
+            allocated_bytes=peak_bytes,
+            peak_phase=Phase.BACKWARD,
+            phase_peak_bytes={Phase.BACKWARD: peak_bytes},
+            step_seconds=seconds,
+            step_noise_fraction=noise,
+            reference_seconds=reference,
+            relative_seconds=seconds / reference,
+            steps=5,
+            loss=1.0,
+        )
+    )
+
+
+def make_failed(kind: FailureKind = FailureKind.OUT_OF_MEMORY) -> Outcome:
+    return Outcome(failure=make_failure(kind, "on paper"))
+
+
+def make_candidate(
+    name: str,
+    *,
+    policy: Policy,
+    seconds: float = 1.0,
+    peak_bytes: int = 100,
+    noise: float = 0.0,
+    is_baseline: bool = False,
+) -> Candidate:
+    return Candidate(
+        name=name,
+        policy=policy,
+        outcome=make_outcome(seconds=seconds, peak_bytes=peak_bytes, noise=noise),
+        step_seconds=seconds,
+        is_baseline=is_baseline,
+    )
+
+
+def memory_store(measurer: ScriptedMeasurer, budget_bytes: int) -> StudyStore:
+    """Returns a study that is kept in memory, for tests of what is done with it."""
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    store = StudyStore(optuna.create_study(study_name="memory"), Path("memory"))
+    store.write("budget_bytes", budget_bytes)
+    store.write("environment", measurer.environment)
+    store.write("layers", measurer.layers)
+    return store
+
+
+def make_search(
+    measurer: ScriptedMeasurer,
+    budget_bytes: int,
+    *,
+    store: StudyStore | None = None,
+    mode: LayerChoiceMode = LayerChoiceMode.COUNT,
+    **settings: object,
+) -> Search:
+    return Search(
+        store=store or memory_store(measurer, budget_bytes),
+        space=build_space(measurer.layers, mode),
+        measurer=measurer,
+        settings=SearchSettings(**settings),
+    )
+
+
+class Listener:
+    """Writes down what a search says."""
+
+    def __init__(self) -> None:
+        self.phases: list[str] = []
+        self.notes: list[str] = []
+        self.candidates: list[str] = []
+
+    def on_phase(self, name: str, total: int | None = None) -> None:
+        self.phases.append(name)
+
+    def on_note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def on_candidate(self, candidate: object, trials_done: int, budget_bytes: int) -> None:
+        self.candidates.append(candidate.name)

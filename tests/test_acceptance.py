@@ -1,0 +1,74 @@
+"""The whole job on the workloads of studies/: searched, exported, tried by independent means."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+ROOT = Path(__file__).resolve().parent.parent
+GIB = 2**30
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+def sac_search(folder: Path, *arguments: str) -> dict[str, Any]:
+    result = subprocess.run(
+        [sys.executable, "-m", "sac_search", *arguments, "--json"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=800,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+# Tolerances: bitwise everywhere. Recomputation repeats the same kernels on the same numbers, also
+# under autocast; BatchNorm's gradients use the batch's statistics, not the running ones.
+@pytest.mark.parametrize(
+    "study", ["gpt2_transformers", "llama_transformers", "vit_transformers", "resnet_transformers"]
+)
+def test_search_export_and_train(study: str, tmp_path: Path) -> None:
+    workload = str(ROOT / "studies" / f"{study}.py")
+    common = ("--device", "cpu", "--steps", "3")
+    roomy = sac_search(tmp_path, workload, "--budget-gb", "4", *common)
+    peaks = {row["name"]: row["peak_bytes"] for row in roomy["baselines"]}
+    assert roomy["best"]["name"] == "none"
+    budget_bytes = (peaks["none"] + peaks["full"]) / 2
+    found = sac_search(
+        tmp_path, workload, "--budget-gb", str(budget_bytes / GIB), "--trials", "3", *common
+    )
+    assert found["best"]["peak_bytes"] <= budget_bytes
+    assert found["verification"]["passed"]
+    policy_path = tmp_path / "studies" / found["study_name"] / "policy.py"
+    full = next(row for row in found["baselines"] if row["name"] == "full")
+    layer_names = [choice["name"] for choice in full["policy"]["layers"]]
+    tried = subprocess.run(
+        [
+            sys.executable,
+            str(ROOT / "tests" / "independent.py"),
+            workload,
+            str(policy_path),
+            json.dumps(layer_names),
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert tried.returncode == 0, tried.stderr
+    report = json.loads(tried.stdout.splitlines()[-1])
+    assert report["same_parameters"]
+    assert report["loss_difference"] == 0
+    assert report["worst_gradient_difference"] == 0
+    assert report["policy_peak_bytes"] <= budget_bytes
+    assert report["policy_peak_bytes"] == pytest.approx(found["best"]["peak_bytes"], rel=0.01)
+    assert report["seconds_over_full"] + report["noise"] < 1, report

@@ -1,0 +1,204 @@
+"""The forecast against what the allocator really does, to the byte."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from sac_search.apply import applied
+from sac_search.device import Clock
+from sac_search.forecast import CannotForecast, forecast_step, record_values
+from sac_search.measure import StepMeter
+from sac_search.policy import NO_CHECKPOINTING, Policy, Tier, checkpoint_layers
+from sac_search.workload import Workload
+from sac_search.workspaces import learn_workspaces
+
+CPU = torch.device("cpu")
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 3 * width)
+        self.down = nn.Linear(3 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # 0.5 * h * (1 + h): h is needed twice, so the engine adds two gradients of it.
+        h = self.up(self.norm(x))
+        return x + self.down(0.5 * h * (1 + torch.tanh(h)))
+
+
+class ConvBlock(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, padding=1)
+        self.norm = nn.BatchNorm2d(channels)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.relu(self.norm(self.conv(x)))
+
+
+class Gate(nn.Module):
+    """Reads a value in its forward and takes one of two ways."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) if bool((x.abs().sum() > 0).all()) else x
+
+
+def mean_square(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().mean()
+
+
+def under_autocast(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return model(batch).float().square().mean()
+
+
+def mlp(loss_fn: Callable[..., torch.Tensor] = mean_square) -> Workload:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block(48) for _ in range(4)))
+    batch = torch.randn(64, 48)
+    return Workload(model, loss_fn, batch, torch.optim.AdamW(model.parameters()))
+
+
+def with_dropout() -> Workload:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(Block(32), nn.Dropout(0.1)) for _ in range(3)))
+    return Workload(model, mean_square, torch.randn(64, 32), torch.optim.AdamW(model.parameters()))
+
+
+def conv() -> Workload:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(ConvBlock(16) for _ in range(4)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+    return Workload(model, mean_square, torch.randn(4, 16, 24, 24), optimizer)
+
+
+def frozen_with_accumulation() -> Workload:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block(48) for _ in range(4)))
+    model[0].requires_grad_(False)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained)
+
+    def step(workload: Workload) -> torch.Tensor:
+        for micro_batch in workload.next_batch():
+            loss = mean_square(workload.model, micro_batch) / 2
+            loss.backward()
+        nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss
+
+    return Workload(model, mean_square, torch.randn(2, 48, 48), optimizer, step)
+
+
+WORKLOADS = {
+    "mlp": mlp,
+    "autocast": lambda: mlp(under_autocast),
+    "dropout": with_dropout,
+    "convolution": conv,
+    "frozen, accumulation, clipping": frozen_with_accumulation,
+}
+
+
+def policies() -> dict[str, Policy]:
+    names = ["0", "1", "2", "3"]
+    dear = Tier(ops=("aten.addmm.default", "aten.convolution.default"))
+    return {
+        "none": NO_CHECKPOINTING,
+        "full": checkpoint_layers(names[:3]),
+        "every second": checkpoint_layers(names[:3:2]),
+        "save matmuls": checkpoint_layers(names[:3], dear),
+        "save pointwise": checkpoint_layers(names[:2], Tier(ops=("aten.mul.Tensor",))),
+    }
+
+
+@pytest.mark.parametrize("make", WORKLOADS.values(), ids=WORKLOADS.keys())
+def test_forecast_is_the_measured_peak(make: Callable[[], Workload]) -> None:
+    workload = make()
+    meter = StepMeter(workload=workload, device=CPU, clock=Clock.CPU, steps=1)
+    full = policies()["full"]
+    meter.run_untimed_step(full)
+    with applied(workload.model, full):
+        workspaces = learn_workspaces(workload.run_step, CPU)
+    for name, policy in policies().items():
+        reading = meter._read_peak(policy)
+        forecast = forecast_step(workload, policy, workspaces=workspaces)
+        assert forecast.peak_bytes == pytest.approx(reading.allocated_bytes, rel=0.002), name
+        assert forecast.peak_phase == reading.peak_phase, name
+
+
+def test_forecast_changes_nothing() -> None:
+    workload = mlp()
+    workload.run_step()
+    optimizer = workload.optimizer
+    assert optimizer is not None
+    before = {name: (p, p.clone()) for name, p in workload.model.named_parameters()}
+    state = {id(p): {k: v.clone() for k, v in s.items()} for p, s in optimizer.state.items()}
+    forecast_step(workload, policies()["full"])
+    for name, parameter in workload.model.named_parameters():
+        original, value = before[name]
+        assert parameter is original
+        assert torch.equal(parameter, value)
+        assert parameter.grad is None
+        for key, entry in optimizer.state[parameter].items():
+            assert torch.equal(entry, state[id(parameter)][key])
+    assert [id(p) for g in optimizer.param_groups for p in g["params"]] == [
+        id(p) for p in workload.model.parameters()
+    ]
+    assert all(
+        type(m) in (nn.Sequential, Block, nn.LayerNorm, nn.Linear) for m in workload.model.modules()
+    )
+
+
+def test_values_read_in_forward_are_handed_out_again() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Gate(Block(32)) for _ in range(3)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    workload = Workload(model, mean_square, torch.randn(64, 32), optimizer)
+    workload.run_step()
+    with pytest.raises(CannotForecast, match="reads values"):
+        forecast_step(workload, NO_CHECKPOINTING)
+    with record_values() as values:
+        workload.run_loss()
+    assert values == [True, True, True]
+    meter = StepMeter(workload=workload, device=CPU, clock=Clock.CPU, steps=1)
+    reading = meter._read_peak(NO_CHECKPOINTING)
+    forecast = forecast_step(workload, NO_CHECKPOINTING, values=values)
+    assert forecast.peak_bytes == pytest.approx(reading.allocated_bytes, rel=0.002)
+
+
+def test_what_a_layer_keeps_is_counted_exactly() -> None:
+    workload = mlp()
+    workload.run_step()
+    names = ("0", "1", "2", "3")
+    plain = forecast_step(workload, NO_CHECKPOINTING, layer_names=names)
+    full = forecast_step(workload, checkpoint_layers(names), layer_names=names)
+    saved = forecast_step(
+        workload, checkpoint_layers(names, Tier(ops=("aten.tanh.default",))), layer_names=names
+    )
+    hidden_bytes = 64 * 3 * 48 * 4
+    for name in names:
+        assert full.layer_bytes[name].saved_bytes < plain.layer_bytes[name].saved_bytes
+        grown = saved.layer_bytes[name].saved_bytes - full.layer_bytes[name].saved_bytes
+        assert grown == hidden_bytes
+
+
+def test_model_far_larger_than_memory() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(Block(16_384) for _ in range(64)))
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        batch = torch.empty(4096, 16_384)
+    workload = Workload(model, mean_square, batch, optimizer)
+    forecast = forecast_step(workload, checkpoint_layers([str(i) for i in range(64)]))
+    parameter_bytes = 4 * sum(p.numel() for p in model.parameters())
+    assert forecast.peak_bytes > 2 * parameter_bytes > 400 * 2**30
