@@ -22,6 +22,7 @@ from sac_search.errors import NoPolicyFits, StudyNotFound, UsageError, WorkloadE
 from sac_search.export import render_module, write_whole
 from sac_search.records import Evidence, FailureKind
 from sac_search.report import rows
+from sac_search.space import LayerChoiceMode, build_space
 from sac_search.state import training_state_kept
 from sac_search.study.baselines import BASELINE_NAMES, FULL, NONE
 from sac_search.study.candidate import Candidate, rank
@@ -36,7 +37,6 @@ from sac_search.study.measurer import Measurer
 from sac_search.study.result import SearchResult, find_candidate, floor_of, to_document
 from sac_search.study.sampler import SamplerName
 from sac_search.study.search import Search, SearchSettings
-from sac_search.study.space import LayerChoiceMode, build_space
 from sac_search.study.store import (
     StudyStore,
     check_same,
@@ -109,6 +109,8 @@ class SearchOptions:
     """Stop searching after this time."""
     trial_timeout_seconds: float | None = None
     """Give a trial up after this time; twenty baselines' worth when None."""
+    tiers: int = 2
+    """Save sets that layers of one kind may have in a plan: 1, 2, or 0 for no plans."""
     sampler: SamplerName = SamplerName.GP
     """Who proposes."""
     seed: int = 0
@@ -128,6 +130,8 @@ class SearchOptions:
             least = 0 if name == "trials" else 1
             if value is not None and value < least:
                 raise UsageError(f"{name} is {value}; it must be {least} or more")
+        if self.tiers not in (0, 1, 2):
+            raise UsageError(f"tiers is {self.tiers}; it must be 1, 2, or 0 for no plans")
         for name in ("timeout_seconds", "trial_timeout_seconds"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
@@ -242,6 +246,7 @@ def _search_study(
         settings=SearchSettings(
             trials=options.trials,
             timeout_seconds=options.timeout_seconds,
+            tiers=options.tiers,
             sampler=options.sampler,
             seed=options.seed,
         ),
@@ -350,6 +355,7 @@ def make_result(
         layer_count=len(store.layers),
         floor_bytes=floor_of(find_candidate(candidates, FULL), store.layers),
         stop_reason=reason,
+        bound_overhead_seconds=store.bound.overhead_seconds if store.bound is not None else None,
         rejected=winner.rejected,
         notes=notes,
         interrupted=interrupted,

@@ -26,9 +26,9 @@ from sac_search.device import Clock
 from sac_search.errors import SacSearchError, StudyError, UsageError, WorkloadError
 from sac_search.export import write_whole
 from sac_search.report import rows, terminal
+from sac_search.space import LayerChoiceMode
 from sac_search.study.result import SearchResult, to_document
 from sac_search.study.sampler import SamplerName
-from sac_search.study.space import LayerChoiceMode
 from sac_search.study.store import list_studies, newest_folder, open_study
 from sac_search.worker.client import WorkerClient
 from sac_search.workload import BUILTIN_SPEC, require_file
@@ -87,6 +87,10 @@ def search(
         Parameter(help="count: how many layers of each kind. each: a decision per layer."),
     ] = LayerChoiceMode.COUNT,
     batch_size: _BatchSize = None,
+    tiers: Annotated[
+        int,
+        Parameter(help="Save sets per layer kind in the planner's policies: 1, 2, or 0 for none."),
+    ] = 2,
     sampler: Annotated[SamplerName, Parameter(help="Who proposes the trials.")] = SamplerName.GP,
     seed: Annotated[int, Parameter(help="Of the sampler.")] = 0,
     steps: Annotated[int, Parameter(help="Timed steps per trial.")] = 5,
@@ -115,6 +119,7 @@ def search(
         trials=trials,
         timeout_seconds=timeout,
         trial_timeout_seconds=trial_timeout,
+        tiers=tiers,
         sampler=sampler,
         seed=seed,
         clock=clock,

@@ -33,6 +33,9 @@ _ADVICE = {
         "The loss is NaN or infinite; lower the learning rate of the workload, or check its data."
     ),
     FailureKind.USER_ERROR: "The training step raised; the message is its own.",
+    FailureKind.FORECAST_OVER_BUDGET: (
+        "Its peak is over the budget by the forecast, so it was not run."
+    ),
 }
 
 # Texts of torch 2.9 to 2.13, whole enough that no program's own message looks like them.

@@ -21,10 +21,12 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sac_search import policy_runtime
 from sac_search.apply import PolicyModule, applied
 from sac_search.device import _listening as listening_to_phases
 from sac_search.device import phases_marked
 from sac_search.policy import Policy
+from sac_search.policy_runtime import site_of
 from sac_search.records import Phase
 from sac_search.workload import Workload
 from sac_search.workspaces import WorkspaceKey, workspace_key
@@ -44,6 +46,8 @@ class Forecast:
     """Parameters, buffers, optimizer state and batch."""
     layer_bytes: dict[str, LayerBytes] = field(default_factory=dict)
     """What each watched layer keeps and needs."""
+    recomputed: dict[str, dict[tuple[str, str], int]] = field(default_factory=dict)
+    """For each checkpointed layer, calls of each op and site that the backward runs again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +93,7 @@ def forecast_step(
                 applied(workload.model, policy),
                 phases_marked(workload.model),
                 _random_states_noted(tracker),
+                _layers_noted(tracker, workload.model),
                 mode,
                 tracker,
             ):
@@ -110,6 +115,7 @@ def forecast_step(
         phase_peak_bytes=peaks,
         resident_bytes=resident_bytes,
         layer_bytes=tracker.layer_bytes,
+        recomputed={name: dict(calls) for name, calls in tracker.recomputed.items()},
     )
 
 
@@ -124,6 +130,8 @@ class StorageTracker(TorchDispatchMode):
         self.counts_host = False
         self.phase_peak_bytes: dict[Phase, int] = {}
         self.layer_bytes: dict[str, LayerBytes] = {}
+        self.recomputed: dict[str, collections.Counter[tuple[str, str]]] = {}
+        self.running_layer = ""
         self._workspaces = workspaces
         self._values = values
         self._values_read = 0
@@ -136,6 +144,7 @@ class StorageTracker(TorchDispatchMode):
     def begin(self) -> None:
         """Forgets the peaks so far: the step that counts begins."""
         self.phase_peak_bytes.clear()
+        self.recomputed.clear()
         self._values_read = 0
         self._phase = Phase.FORWARD
         self._note_peak()
@@ -194,6 +203,9 @@ class StorageTracker(TorchDispatchMode):
             self._values_read += 1
             return self._values[self._values_read - 1]
         kwargs = kwargs or {}
+        if self.running_layer and not _in_forward():
+            calls = self.recomputed.setdefault(self.running_layer, collections.Counter())
+            calls[str(func), site_of(str(func), args)] += 1
         output = func(*args, **kwargs)
         self._deferred = self._is_engine_sum(func, args)
         pytree.tree_map_(self.note, output)
@@ -396,6 +408,26 @@ def _random_states_noted(tracker: StorageTracker) -> Iterator[None]:
         yield
     finally:
         torch.get_rng_state = plain
+
+
+@contextlib.contextmanager
+def _layers_noted(tracker: StorageTracker, model: torch.nn.Module) -> Iterator[None]:
+    """Tells the tracker which checkpointed layer runs, also when it is recomputed."""
+    names = {id(module): name for name, module in model.named_modules()}
+    plain = policy_runtime._run_forward
+
+    def run_forward(forward: Any, layer: torch.nn.Module, *rest: Any) -> Any:
+        outer, tracker.running_layer = tracker.running_layer, names[id(layer)]
+        try:
+            return plain(forward, layer, *rest)
+        finally:
+            tracker.running_layer = outer
+
+    policy_runtime._run_forward = run_forward  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        policy_runtime._run_forward = plain
 
 
 @contextlib.contextmanager

@@ -10,17 +10,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from sac_search import records
-from sac_search.opclasses import OpClass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tier:
     """One save set: what a checkpointed layer keeps instead of recomputing it."""
 
-    classes: tuple[OpClass, ...] = ()
-    """The op classes that it saves, for people."""
+    classes: tuple[str, ...] = ()
+    """What it saves, for people: op classes, or classes at a site, such as `matmul[2048x8192]`."""
     ops: tuple[str, ...] = ()
-    """The exact overloads that it saves, sorted: `aten.mm.default`. This is what counts."""
+    """The exact overloads or op sites that it saves, sorted: `aten.mm.default`,
+    `aten.mm.default[2048x8192]`. This is what counts."""
     save_random: bool = False
     """Saves every random op (attention with dropout among them); they go together or not at all."""
     through_policy: bool = False

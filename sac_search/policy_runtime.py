@@ -30,13 +30,25 @@ HIDDEN_VIEWS = frozenset(
         "aten.lift.default",
     }
 )
+# The argument that holds an op's weight; its shape tells one use of the op from another.
+WEIGHT_ARGUMENTS = {
+    "aten.mm.default": 1,
+    "aten.addmm.default": 2,
+    "aten._addmm_activation.default": 2,
+    "aten.linear.default": 1,
+    "aten._scaled_mm.default": 1,
+    "aten._grouped_mm.default": 1,
+    "aten.convolution.default": 1,
+}
 
 
 class SaveSet:
     """The ops that one tier saves.
 
-    `ops` are exact overload names such as `aten.mm.default`. Whatever the names say, an op that
-    mutates or returns a view is recomputed, and so is an op that the set does not know.
+    `ops` are exact overload names such as `aten.mm.default`, for every call of it, or op sites such
+    as `aten.mm.default[2048x8192]`, for the calls with a weight of that shape. Whatever the names
+    say, an op that mutates or returns a view is recomputed, and so is an op that the set does not
+    know.
 
     An output that the program changes in place later may not be named: torch raises in backward, or
     notices nothing when the change goes through one of `HIDDEN_VIEWS`, and gradients are wrong.
@@ -48,7 +60,16 @@ class SaveSet:
     def __init__(self, ops: Iterable[str], *, save_random: bool = False) -> None:
         self.ops = frozenset(ops)
         self.save_random = save_random
-        # Decisions depend on the op alone, so remembering them is not state of the policy.
+        # For each op the sites that are saved; None stands for all of them.
+        self._sites: dict[str, frozenset[str] | None] = {}
+        for name in self.ops:
+            op_name, bracket, site = name.partition("[")
+            known = self._sites.get(op_name, frozenset())
+            if bracket and known is not None:
+                self._sites[op_name] = known | {site.removesuffix("]")}
+            else:
+                self._sites[op_name] = None
+        # What is remembered depends on the op alone, so it is not state of the policy.
         self._decisions: dict[Any, Any] = {}
 
     def decide(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CheckpointPolicy:
@@ -56,17 +77,19 @@ class SaveSet:
         decision = self._decisions.get(op)
         if decision is None:
             decision = self._decisions[op] = self._classify(op)
-        if type(decision) is CheckpointPolicy:
-            return decision
-        return decision(args, kwargs)  # type: ignore[no-any-return]
+        return _settle(decision, args, kwargs)
 
     def _classify(self, op: Any) -> Any:
         schema = getattr(op, "_schema", None)
-        named = str(op) in self.ops
+        name = str(op)
+        named = name in self._sites
         if schema is None:  # a higher-order op, such as flex_attention
             return SAVE if named else RECOMPUTE
         savable = not schema.is_mutable and not _returns_view(op)
-        if_certain = SAVE if named and savable else RECOMPUTE
+        if_certain: Any = SAVE if named and savable else RECOMPUTE
+        sites = self._sites.get(name)
+        if if_certain is SAVE and sites is not None:
+            if_certain = functools.partial(_decide_site, name, sites)
         if_random: Any = RECOMPUTE
         if self.save_random:
             if_random = SAVE if savable else functools.partial(_refuse_random, str(op))
@@ -93,16 +116,49 @@ def _decide_attention(
     position: int,
     default: float,
     if_random: Any,
-    if_certain: CheckpointPolicy,
+    if_certain: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> CheckpointPolicy:
     dropout_p = args[position] if len(args) > position else kwargs.get("dropout_p", default)
-    if not dropout_p:
-        return if_certain
-    if type(if_random) is CheckpointPolicy:
-        return if_random
-    return if_random(args, kwargs)  # type: ignore[no-any-return]
+    return _settle(if_random if dropout_p else if_certain, args, kwargs)
+
+
+def _decide_site(
+    name: str, sites: frozenset[str], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> CheckpointPolicy:
+    return SAVE if site_of(name, args) in sites else RECOMPUTE
+
+
+def site_of(name: str, args: tuple[Any, ...]) -> str:
+    """Returns what tells one use of an op from another, whatever the batch: `2048x8192`.
+
+    The shape of the weight where there is one. For batched matmuls, the two dimensions that are
+    multiplied. Else the size of the features: the last dimension of the first tensor, with the
+    channels before it in front for images. Empty when no tensor comes first.
+    """
+    first = args[0] if args else None
+    if isinstance(first, (list, tuple)) and first:
+        first = first[0]
+    if name in WEIGHT_ARGUMENTS and len(args) > WEIGHT_ARGUMENTS[name]:
+        return _by_x(args[WEIGHT_ARGUMENTS[name]].shape)
+    if not isinstance(first, torch.Tensor) or first.dim() == 0:
+        return ""
+    if name in ("aten.bmm.default", "aten.baddbmm.default"):
+        return _by_x(args[-1].shape[-2:])
+    if first.dim() == 4:
+        return _by_x((first.shape[1], first.shape[3]))
+    return str(int(first.shape[-1]))
+
+
+def _by_x(sizes: Iterable[Any]) -> str:
+    return "x".join(str(int(size)) for size in sizes)
+
+
+def _settle(decision: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CheckpointPolicy:
+    if type(decision) is CheckpointPolicy:
+        return decision
+    return decision(args, kwargs)  # type: ignore[no-any-return]
 
 
 def _refuse_random(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CheckpointPolicy:

@@ -48,6 +48,7 @@ class FailureKind(enum.StrEnum):
     NOT_IN_STORAGE = "op not found in recompute"
     NON_FINITE_LOSS = "loss not finite"
     USER_ERROR = "step raised"
+    FORECAST_OVER_BUDGET = "forecast over the budget"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +103,8 @@ class Outcome:
     """The figures, when the step ran."""
     failure: Failure | None = None
     """The reason, when it did not."""
+    forecast_peak_bytes: int | None = None
+    """Highest bytes in live tensors by the forecast, where there is one."""
 
     def __post_init__(self) -> None:
         if (self.measurement is None) == (self.failure is None):

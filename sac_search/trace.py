@@ -23,6 +23,7 @@ from sac_search.device import Clock, OpTimer
 from sac_search.layers import Layer, group_layers
 from sac_search.opclasses import HIDDEN_VIEWS, OpClass, classify
 from sac_search.policy import checkpoint_layers
+from sac_search.policy_runtime import site_of
 from sac_search.workload import Workload
 
 # torch has no annotations for it.
@@ -31,10 +32,12 @@ _refer_weakly: Callable[[torch.UntypedStorage], Any] = StorageWeakRef
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpTrace:
-    """All calls of one op in one layer."""
+    """All calls of one op at one site in one layer."""
 
     op: str
     """The overload: `aten.mm.default`."""
+    site: str = ""
+    """What tells its uses apart: the shape of the weight, or the feature size."""
     op_class: OpClass
     """Its class."""
     calls: int
@@ -51,6 +54,11 @@ class OpTrace:
     """Returns a view, which costs nothing to make again."""
     output_mutated: bool = False
     """The output of some call is changed in place later on."""
+
+    @property
+    def site_name(self) -> str:
+        """The op site: `aten.mm.default[2048x8192]`."""
+        return f"{self.op}[{self.site}]" if self.site else self.op
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +94,7 @@ class _OpRecord:
 
 @dataclass(slots=True)
 class _LayerRecord:
-    ops: dict[str, _OpRecord] = field(default_factory=dict)
+    ops: dict[tuple[str, str], _OpRecord] = field(default_factory=dict)
     calls: int = 0
     input_bytes: int = 0
     sequence: list[str] = field(default_factory=list)
@@ -119,21 +127,23 @@ def trace_layers(
             calls=last[layer.name].calls,
             input_bytes=last[layer.name].input_bytes,
             ops=tuple(
-                _finish_op(op, record, [_seconds_in(one[layer.name], op) for one in passes])
-                for op, record in last[layer.name].ops.items()
+                _finish_op(key, record, [_seconds_in(one[layer.name], key) for one in passes])
+                for key, record in last[layer.name].ops.items()
             ),
         )
         for layer in layers
     ]
 
 
-def _seconds_in(record: _LayerRecord, op: str) -> float:
-    return sum(record.ops[op].seconds) if op in record.ops else 0.0
+def _seconds_in(record: _LayerRecord, key: tuple[str, str]) -> float:
+    return sum(record.ops[key].seconds) if key in record.ops else 0.0
 
 
-def _finish_op(op: str, record: _OpRecord, seconds: list[float]) -> OpTrace:
+def _finish_op(key: tuple[str, str], record: _OpRecord, seconds: list[float]) -> OpTrace:
+    op, site = key
     return OpTrace(
         op=op,
+        site=site,
         op_class=classify(op),
         calls=record.calls,
         output_bytes=record.output_bytes,
@@ -223,7 +233,7 @@ class _Recorder(TorchDispatchMode):
     def _write(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
         layer = self.records[self._running[0]]
         name = str(func)
-        record = layer.ops.setdefault(name, _OpRecord())
+        record = layer.ops.setdefault((name, site_of(name, args)), _OpRecord())
         record.calls += 1
         self._timed.append(record)
         self._note_mutations(func, args, kwargs)

@@ -20,6 +20,7 @@ from pathlib import Path
 import optuna
 
 from sac_search.failures import make_failure
+from sac_search.forecaster import Planned, PlanRequest
 from sac_search.opclasses import OpClass, classify
 from sac_search.policy import Policy, Tier, checkpoint_layers
 from sac_search.records import (
@@ -30,12 +31,12 @@ from sac_search.records import (
     Phase,
     Verification,
 )
+from sac_search.space import LayerChoiceMode, build_space
 from sac_search.study.candidate import Candidate
 from sac_search.study.search import Search, SearchSettings
-from sac_search.study.space import LayerChoiceMode, build_space
 from sac_search.study.store import StudyStore
 from sac_search.trace import LayerTrace, OpTrace
-from sac_search.worker.session import Description, Verdict
+from sac_search.worker.session import Description, ForecastPeak, Verdict
 
 MIB = 2**20
 RESIDENT_BYTES = 40 * MIB
@@ -161,6 +162,11 @@ class ScriptedMeasurer:
     """The steps and the keys of every comparison."""
     verified: list[str] = field(default_factory=list)
     notes: tuple[str, ...] = ()
+    forecasts: bool = False
+    """Whether peaks can be told without measuring."""
+    plans: tuple[Planned, ...] = ()
+    """What the planner answers, for the budgets that it is asked for."""
+    plan_requests: list[PlanRequest] = field(default_factory=list)
 
     # --- the protocol -----------------------------------------------------------------------------
 
@@ -185,6 +191,15 @@ class ScriptedMeasurer:
             self._outcome(policy, self.compared_seconds(policy), self.compared_bytes(policy))
             for policy in policies
         ]
+
+    def forecast(self, policy: Policy) -> ForecastPeak:
+        return (
+            ForecastPeak(peak_bytes=self.peak_bytes(policy)) if self.forecasts else ForecastPeak()
+        )
+
+    def plan(self, request: PlanRequest) -> list[Planned]:
+        self.plan_requests.append(request)
+        return [plan for plan in self.plans if plan.budget_bytes in request.budgets_bytes]
 
     def verify(self, policy: Policy) -> Verdict:
         self._interrupt_once("verify")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scripted import (
-    BLOCK_OPS,
     ENVIRONMENT,
     MIB,
-    RESIDENT_BYTES,
     Listener,
     ScriptedMeasurer,
+    make_candidate,
+    make_failed,
     make_layers,
 )
 
@@ -31,12 +32,13 @@ from sac_search.api import (
 from sac_search.device import Clock
 from sac_search.errors import NoPolicyFits, StudyNotFound, UsageError, WorkloadError
 from sac_search.policy import Policy
-from sac_search.records import SCHEMA_VERSION, FailureKind
+from sac_search.records import SCHEMA_VERSION, FailureKind, Outcome, Phase
+from sac_search.space import LayerChoiceMode
 from sac_search.study import store as store_module
 from sac_search.study.baselines import BASELINE_NAMES, FULL, NONE
-from sac_search.study.result import SearchResult
+from sac_search.study.candidate import Candidate
+from sac_search.study.result import SearchResult, floor_of
 from sac_search.study.sampler import SamplerName
-from sac_search.study.space import LayerChoiceMode
 
 BUDGET_MIB = 120  # none peaks at 173.2 MiB, full at 74.2 MiB
 
@@ -278,15 +280,36 @@ def test_a_budget_under_the_floor_is_refused_after_two_measurements(tmp_path: Pa
     assert not (tmp_path / "gpt" / "policy.py").exists()
 
 
-def test_the_floor_is_at_least_what_the_optimizer_needs(tmp_path: Path) -> None:
-    # Inputs as large as the rest: nothing of the loss's peak is sure to stay.
-    layers = make_layers(2, BLOCK_OPS)
-    measurer = ScriptedMeasurer(layers=layers)
+@pytest.mark.parametrize(
+    ("loss", "clipping", "optimizer", "floor"),
+    [
+        (20, 0, 7, 16),  # the loss, without the inputs of the layers: 2 * 2 MiB
+        (20, 17, 7, 17),
+        (20, 17, 18, 18),
+    ],
+)
+def test_the_floor_is_the_highest_of_what_no_policy_changes(
+    loss: int, clipping: int, optimizer: int, floor: int
+) -> None:
+    full = make_candidate(FULL, policy=Policy(), peak_bytes=100 * MIB)
+    assert full.measurement is not None
+    peaks = {
+        Phase.BACKWARD: 100 * MIB,
+        Phase.LOSS: loss * MIB,
+        Phase.CLIPPING: clipping * MIB,
+        Phase.OPTIMIZER: optimizer * MIB,
+    }
+    measurement = dataclasses.replace(full.measurement, phase_peak_bytes=peaks)
+    full = dataclasses.replace(full, outcome=Outcome(measurement=measurement))
 
-    with pytest.raises(NoPolicyFits):
-        search(tmp_path, measurer, budget_mib=10)
+    assert floor_of(full, make_layers(2)) == floor * MIB
 
-    assert document(tmp_path)["floor_bytes"] >= RESIDENT_BYTES
+
+def test_without_full_checkpointing_the_floor_is_not_known() -> None:
+    failed = Candidate(name=FULL, policy=Policy(), outcome=make_failed(), step_seconds=None)
+
+    assert floor_of(None, make_layers(2)) is None
+    assert floor_of(failed, make_layers(2)) is None
 
 
 def test_a_budget_between_floor_and_full_is_searched_and_refused(tmp_path: Path) -> None:

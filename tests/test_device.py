@@ -600,6 +600,7 @@ def test_the_budget_limits_what_is_reserved_not_what_is_allocated(
         mark_phase(Phase.BACKWARD)
         accelerator.reserved -= 4000  # given back before the next phase
         accelerator.free(1500)
+        mark_phase(Phase.OPTIMIZER)
 
     reading = read_peak(step, nothing, CUDA)
     assert reading.allocated_bytes == 2500

@@ -273,7 +273,6 @@ BAD = {
     "empty": "",
     "list": "[]",
     "null": "null",
-    "unknown class": '{"tiers": [{"classes": ["matmuls"]}]}',
     "number as name": '{"tiers": [{}], "layers": [{"name": 1}]}',
     "number as op": '{"tiers": [{"ops": [1]}]}',
     "text as ops": '{"tiers": [{"ops": "aten.mm.default"}]}',

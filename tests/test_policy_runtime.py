@@ -49,7 +49,7 @@ from sac_search.policy_runtime import (
     restore_layer,
     tier_contexts,
 )
-from sac_search.study.space import unsavable_ops
+from sac_search.space import unsavable_ops
 from sac_search.trace import trace_layers
 from sac_search.workload import Workload
 

@@ -215,17 +215,28 @@ def test_a_wrong_scale_in_recompute_is_caught() -> None:
 
 
 def test_a_wrong_forward_is_caught_by_the_loss() -> None:
+    def also(model: nn.Module) -> Callable[[], None]:
+        return model.register_forward_hook(lambda m, a, out: out + 1.0).remove
+
+    found = verify(workload_of(loss_fn=lambda m, x: m(x).mean()), Module(also=also))
+    assert not found.passed
+    assert found.worst_gradient_difference == 0  # only the loss tells
+    assert found.loss_difference == pytest.approx(1.0)
+
+
+def test_a_gradient_that_is_wrong_in_the_first_of_several_batches_is_caught() -> None:
     model = tiny.stack(2)
-    change = change_after_forward(lambda m: None)
+    calls = iter(range(100))
 
     def also(model: nn.Module) -> Callable[[], None]:
-        hook = model.register_forward_hook(lambda m, a, out: out.detach() * 1.01 + 0 * out)
-        return hook.remove
+        def spoil(gradient: Tensor) -> Tensor:
+            return gradient * 2 if next(calls) == 0 else gradient
 
-    assert_bitwise(verify(workload_of(model), Module(also=change)))
-    found = verify(workload_of(model), Module(also=also))
-    assert not found.passed
-    assert found.loss_difference > 0
+        return model.blocks[0].up.weight.register_hook(spoil).remove
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    workload = workload_of(model, optimizer=optimizer, step=accumulating_step)
+    assert_wrong(verify(workload, Module(also=also)), "blocks.0.up.weight")
 
 
 def test_a_missing_gradient_is_caught() -> None:
@@ -337,6 +348,20 @@ def test_a_wrong_policy_is_caught_in_spite_of_some_noise() -> None:
     assert found.worst_gradient_difference > 10 * found.noise
 
 
+def test_gradients_that_are_never_the_same_cannot_be_verified() -> None:
+    scales = iter([1.0, 2.0, 3.0])
+
+    def step(workload: Workload) -> Tensor:
+        loss = workload.run_loss()
+        (loss * next(scales)).backward()
+        return loss  # which is always the same
+
+    found = verify(workload_of(step=step))
+    assert not found.passed
+    assert found.noise == 1.0
+    assert found.tolerance == 0.1
+
+
 def test_a_step_that_is_never_the_same_cannot_be_verified() -> None:
     batches = iter(torch.randn(10, *tiny.tokens().shape))
 
@@ -351,9 +376,10 @@ def test_a_step_that_is_never_the_same_cannot_be_verified() -> None:
     assert "draw batches through workload.next_batch()" in found.note
 
 
-def test_gradients_of_the_reference_that_are_not_finite_prove_nothing() -> None:
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_gradients_of_the_reference_that_are_not_finite_prove_nothing(value: float) -> None:
     model = tiny.stack(2)
-    model.blocks[0].up.weight.register_hook(lambda gradient: gradient * math.nan)
+    model.blocks[0].up.weight.register_hook(lambda g: torch.full_like(g, value))
     found = verify(workload_of(model), NO_CHECKPOINTING)
     assert not found.passed
     assert "The reference's own gradients are not finite" in found.note

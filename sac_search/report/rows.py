@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from sac_search import units
 from sac_search.records import Outcome, Verification
+from sac_search.space import Granularity, decision_name, saved_name, unsavable_ops
 from sac_search.study.baselines import FULL, NONE
 from sac_search.study.candidate import Candidate
 from sac_search.study.result import SearchResult
-from sac_search.study.space import decision_class, unsavable_ops
 from sac_search.trace import LayerTrace
 from sac_search.worker.session import Verdict
 
@@ -96,24 +96,25 @@ class OpRow:
 
 def op_rows(layers: Sequence[LayerTrace]) -> list[OpRow]:
     """Returns a row per layer kind and op, in the order in which they run."""
-    reasons = unsavable_ops(layers)
+    reasons = unsavable_ops(layers, Granularity.SITE)
     by_kind: dict[str, list[LayerTrace]] = {}
     for layer in layers:
         by_kind.setdefault(layer.kind, []).append(layer)
     rows = []
     for kind, members in by_kind.items():
         for op in members[0].ops:
-            seconds = [o.seconds for layer in members for o in layer.ops if o.op == op.op]
-            reason = reasons[op.op]
+            same = [o for layer in members for o in layer.ops if o.site_name == op.site_name]
+            seconds = [o.seconds for o in same]
+            reason = reasons[saved_name(op, Granularity.SITE)]
             rows.append(
                 OpRow(
                     kind=kind,
-                    op=op.op,
+                    op=op.site_name,
                     op_class="view" if op.view else str(op.op_class),
                     calls=op.calls,
                     mib=op.output_bytes / units.MIB,
                     milliseconds=1e3 * sum(seconds) / len(seconds),
-                    saved_by=f"no: {reason}" if reason else f"save.{decision_class(op)}",
+                    saved_by=f"no: {reason}" if reason else decision_name(op, Granularity.SITE),
                     savable=not reason,
                 )
             )
@@ -141,9 +142,24 @@ def headline(result: SearchResult) -> list[str]:
         f"peak {peak} of {budget}."
     ]
     lines += [line for line in (_against(result, FULL), _against(result, NONE)) if line]
+    bound = _against_bound(result)
+    if bound:
+        lines.append(bound)
     if result.verification is not None:
         lines.append(verification_line(result))
     return lines
+
+
+def _against_bound(result: SearchResult) -> str:
+    bound_seconds, best = result.lower_bound_seconds, result.best
+    if bound_seconds is None or best is None or best.step_seconds is None:
+        return ""
+    distance = max(0.0, best.step_seconds / bound_seconds - 1)
+    return (
+        f"Within {100 * distance:.1f}% of the planner's bound ({units.format_seconds(bound_seconds)}"
+        "): no policy that saves whole op sites in these layers can be faster, if ops cost what "
+        "they did in the trace and their costs add up."
+    )
 
 
 def _where_it_would_bind(result: SearchResult) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from sac_search.opclasses import OpClass, packets_of
 from sac_search.policy import NO_CHECKPOINTING, PLAIN_TIER, Policy, Tier, checkpoint_layers
-from sac_search.study.space import Assignment, SearchSpace, make_tier, unsavable_ops
+from sac_search.space import Assignment, SearchSpace, make_tier, unsavable_ops
 
 NONE = "none"
 FULL = "full"

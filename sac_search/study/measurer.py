@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from sac_search.forecaster import Planned, PlanRequest
 from sac_search.policy import Policy
 from sac_search.records import Outcome
-from sac_search.worker.session import Description, Verdict
+from sac_search.worker.session import Description, ForecastPeak, Verdict
 
 
 class Measurer(Protocol):
@@ -21,6 +22,12 @@ class Measurer(Protocol):
 
     def compare(self, policies: Sequence[Policy], steps: int) -> list[Outcome]:
         """Returns what each policy costs, `steps` timed steps each, interleaved."""
+
+    def forecast(self, policy: Policy) -> ForecastPeak:
+        """Returns the peak that `policy` would have, without running it, where that can be told."""
+
+    def plan(self, request: PlanRequest) -> list[Planned]:
+        """Returns the fastest policies for some budgets, by forecast; none where it cannot tell."""
 
     def verify(self, policy: Policy) -> Verdict:
         """Returns how far the policy's gradients are from those without checkpointing."""

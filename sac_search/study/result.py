@@ -39,6 +39,8 @@ class SearchResult:
     """The peak that no policy can go under; None when full checkpointing was not measured."""
     stop_reason: str
     """Why the search stopped."""
+    bound_overhead_seconds: float | None = None
+    """Step time above that without checkpointing that no policy can go under, by the planner."""
     rejected: tuple[str, ...] = ()
     """Names of candidates that did not pass verification, each with the reason."""
     notes: tuple[str, ...] = ()
@@ -71,6 +73,14 @@ class SearchResult:
     def needs_no_checkpointing(self) -> bool:
         """Whether the step fits the budget as it is."""
         return self.best is not None and not self.best.policy.layers
+
+    @property
+    def lower_bound_seconds(self) -> float | None:
+        """The step time that no policy can go under, by the planner; None where it cannot tell."""
+        none = self.none
+        if none is None or none.step_seconds is None or self.bound_overhead_seconds is None:
+            return None
+        return none.step_seconds + self.bound_overhead_seconds
 
     def overhead_of(self, candidate: Candidate) -> float | None:
         """Returns the step time above that without checkpointing, as a fraction of it."""
@@ -120,7 +130,7 @@ def to_document(result: SearchResult) -> dict[str, Any]:
         "baselines": [_entry(c, result.budget_bytes) for c in result.candidates if c.is_baseline],
         "trials": [_entry(c, result.budget_bytes) for c in result.candidates if not c.is_baseline],
         "best": best,
-        "lower_bound_seconds": None,
+        "lower_bound_seconds": result.lower_bound_seconds,
         "floor_bytes": result.floor_bytes,
         "verification": _verification(result.verification),
     }
@@ -153,6 +163,6 @@ def _entry(candidate: Candidate, budget_bytes: int) -> dict[str, Any]:
         "reason": reason,
         "step_seconds": candidate.step_seconds,
         "peak_bytes": measurement.peak_bytes if measurement else None,
-        "forecast_peak_bytes": None,
+        "forecast_peak_bytes": candidate.outcome.forecast_peak_bytes,
         "evidence": str(Evidence.MEASURED),
     }

@@ -7,7 +7,7 @@ import warnings
 
 import optuna
 
-from sac_search.study.space import Decision
+from sac_search.space import Decision
 
 
 class SamplerName(enum.StrEnum):

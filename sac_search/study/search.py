@@ -5,26 +5,31 @@ from __future__ import annotations
 import random
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import optuna
 
 from sac_search import records, units
+from sac_search.failures import make_failure
+from sac_search.forecaster import Planned, PlanRequest
 from sac_search.policy import Policy
-from sac_search.records import Outcome
+from sac_search.records import FailureKind, Outcome
+from sac_search.space import Assignment, SearchSpace
 from sac_search.study.baselines import FULL, NONE, Baseline, baselines
 from sac_search.study.candidate import Candidate, drift_free_seconds, rank
 from sac_search.study.measurer import Measurer
 from sac_search.study.sampler import SamplerName, make_sampler, suggest
-from sac_search.study.space import Assignment, SearchSpace
 from sac_search.study.stopping import WINDOW, has_converged
-from sac_search.study.store import StudyStore, storage_errors_named
+from sac_search.study.store import Bound, StudyStore, storage_errors_named
 
 CONSTRAINT = "peak_over_budget_gib"
 # A trial without figures is told as this many times the reference step: worse than full
 # checkpointing can be, so that samplers turn away from it.
 _FAILED_STEP_FACTOR = 2.0
+# Budgets to plan for, in parts of the study's.
+_PLAN_FRACTIONS = (1.0, 0.95, 0.9, 1.05, 1.1)
+_SMALLEST_FORECAST_ERROR = 0.01
 # After so many proposals in a row that were measured before, a neighbour of the best is taken.
 _PATIENCE_WITH_REPEATS = 3
 _NEIGHBOUR_ATTEMPTS = 300
@@ -40,6 +45,8 @@ class SearchSettings:
     """Trials to measure beyond the baselines."""
     timeout_seconds: float | None = None
     """Stop after this time."""
+    tiers: int = 2
+    """Save sets that layers of one kind may have in a plan; 0 for no plans."""
     sampler: SamplerName = SamplerName.GP
     """Who proposes."""
     seed: int = 0
@@ -93,9 +100,40 @@ class Search:
                 self._measure_baseline(ends[name])
         return {c.name: c for c in self._known.values() if c.name in (NONE, FULL)}
 
+    def measure_plans(self) -> None:
+        """Measures what the planner holds to be fastest at the budget, and a little off it.
+
+        The forecast is exact in bytes where it is, but a step may reserve more than it allocates,
+        and prices are rough: so budgets a little smaller and larger are tried as well.
+        """
+        if self.settings.tiers == 0 or self.store.bound is not None:
+            return
+        request = PlanRequest(
+            budgets_bytes=self._plan_budgets(),
+            tiers=self.settings.tiers,
+            full_overhead_seconds=self._full_overhead_seconds(),
+        )
+        plans = self.measurer.plan(request)
+        for fraction, planned in self._named_plans(plans):
+            if self._is_out_of_time():
+                return
+            within = planned.peak_bytes <= self._highest_forecast()
+            if within and planned.policy.key not in self._known and planned.policy.layers:
+                name = f"plan at {fraction:.0%}"
+                outcome = self._measure(planned.policy)
+                self.store.write_plan(name, planned.policy, outcome)
+                self._remember(name, planned.policy, outcome, is_baseline=False)
+        if plans and plans[0].bound_seconds is not None:
+            bound = Bound(
+                overhead_seconds=plans[0].bound_seconds,
+                planned_overhead_seconds=plans[0].overhead_seconds,
+            )
+            self.store.write("bound", bound)
+
     def run(self) -> str:
-        """Measures the baselines that are left and searches. Returns why it stopped."""
+        """Measures plans, then the baselines that are left, and searches. Returns why it stopped."""
         self.measure_first()
+        self.measure_plans()
         for baseline in baselines(self.space):
             if self._is_out_of_time():
                 return self._stop_reason
@@ -121,6 +159,52 @@ class Search:
     def trial_candidates(self) -> list[Candidate]:
         """Returns the candidates beyond the baselines."""
         return [c for c in self._known.values() if not c.is_baseline]
+
+    def _plan_budgets(self) -> tuple[int, ...]:
+        """Returns the planner's budgets, which are for allocated bytes, as those of a study.
+
+        A study's budget may be for reserved bytes: what the caching allocator reserves beyond that
+        is taken from what full checkpointing was measured to need.
+        """
+        full = next((c for c in self._known.values() if c.name == FULL), None)
+        measurement = full.measurement if full is not None else None
+        ratio = measurement.allocated_bytes / measurement.peak_bytes if measurement else 1.0
+        return tuple(round(f * ratio * self.store.budget_bytes) for f in _PLAN_FRACTIONS)
+
+    def _named_plans(self, plans: Sequence[Planned]) -> list[tuple[float, Planned]]:
+        fractions = dict(zip(self._plan_budgets(), _PLAN_FRACTIONS, strict=True))
+        return [(fractions.get(plan.budget_bytes, 1.0), plan) for plan in plans]
+
+    def _full_overhead_seconds(self) -> float | None:
+        seconds = {c.name: c.step_seconds for c in self._known.values() if c.name in (NONE, FULL)}
+        none, full = seconds.get(NONE), seconds.get(FULL)
+        return full - none if none is not None and full is not None else None
+
+    def _measure(self, policy: Policy) -> Outcome:
+        """Measures a policy, unless its forecast is over the budget beyond doubt."""
+        forecast = self.measurer.forecast(policy)
+        if forecast.peak_bytes is None or forecast.peak_bytes <= self._highest_forecast():
+            return self.measurer.measure(policy)
+        message = (
+            f"forecast {units.format_gib(forecast.peak_bytes)}, budget "
+            f"{units.format_gib(self.store.budget_bytes)}"
+        )
+        return Outcome(
+            failure=make_failure(FailureKind.FORECAST_OVER_BUDGET, message),
+            forecast_peak_bytes=forecast.peak_bytes,
+        )
+
+    def _highest_forecast(self) -> float:
+        """Returns the forecast above which a policy is over the budget beyond doubt.
+
+        That is the budget and as much as forecasts have been off so far; a hundredth at least.
+        """
+        errors = [_SMALLEST_FORECAST_ERROR]
+        for candidate in self._known.values():
+            measurement, forecast = candidate.measurement, candidate.outcome.forecast_peak_bytes
+            if measurement is not None and forecast is not None:
+                errors.append(abs(forecast / measurement.allocated_bytes - 1))
+        return self.store.budget_bytes * (1 + max(errors))
 
     # --- baselines --------------------------------------------------------------------------------
 
@@ -178,7 +262,8 @@ class Search:
         trial.set_user_attr("policy_text", policy.describe())
         if known is None:
             self._repeats = 0
-            outcome = self.measurer.measure(policy)
+            is_baseline = "baseline" in trial.user_attrs
+            outcome = self.measurer.measure(policy) if is_baseline else self._measure(policy)
         else:
             self._repeats += 1
             outcome = known.outcome
@@ -208,10 +293,14 @@ class Search:
         """Returns the value and the constraint that the sampler learns from."""
         anchor_seconds = self.store.anchor_seconds or 1.0
         budget_bytes = self.store.budget_bytes
-        if outcome.measurement is None:
-            return _FAILED_STEP_FACTOR * anchor_seconds, budget_bytes / units.GIB
+        if outcome.failure is not None:
+            excess_bytes = budget_bytes
+            if outcome.failure.kind is FailureKind.FORECAST_OVER_BUDGET:
+                assert outcome.forecast_peak_bytes is not None
+                excess_bytes = outcome.forecast_peak_bytes - budget_bytes
+            return _FAILED_STEP_FACTOR * anchor_seconds, excess_bytes / units.GIB
         seconds = drift_free_seconds(outcome, anchor_seconds)
-        assert seconds is not None
+        assert seconds is not None and outcome.measurement is not None
         return seconds, (outcome.measurement.peak_bytes - budget_bytes) / units.GIB
 
     def _readable(self, outcome: Outcome, seconds: float) -> dict[str, object]:
@@ -225,6 +314,8 @@ class Search:
             "peak_gib": round(measurement.peak_bytes / units.GIB, 4),
             "peak_phase": str(measurement.peak_phase),
         }
+        if outcome.forecast_peak_bytes is not None:
+            readable["forecast_peak_gib"] = round(outcome.forecast_peak_bytes / units.GIB, 4)
         none = next((c for c in self._known.values() if c.name == NONE), None)
         if none is not None and none.step_seconds is not None:
             readable["overhead_percent"] = round(100 * (seconds / none.step_seconds - 1), 2)

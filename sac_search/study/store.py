@@ -25,8 +25,8 @@ from sac_search import records, units
 from sac_search.errors import EnvironmentMismatch, StudyError, StudyFileError, StudyNotFound
 from sac_search.policy import Policy
 from sac_search.records import SCHEMA_VERSION, Environment, Outcome, Verification
+from sac_search.space import Decision
 from sac_search.study.candidate import Candidate, drift_free_seconds
-from sac_search.study.space import Decision
 from sac_search.trace import LayerTrace
 
 if sys.platform != "win32":
@@ -36,6 +36,7 @@ DATABASE_NAME = "study.db"
 _LOCK_NAME = ".lock"
 _LOCK_TIMEOUT_SECONDS = 60
 _REFERENCE_PREFIX = "baseline: "
+_PLAN_PREFIX = "plan: "
 
 T = TypeVar("T")
 
@@ -48,6 +49,16 @@ class Confirmation:
     """Keys of their policies."""
     outcomes: tuple[Outcome, ...]
     """Their figures, in the same order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """The planner's lower bound at the study's budget."""
+
+    overhead_seconds: float
+    """Step time above that without checkpointing that no policy can go under."""
+    planned_overhead_seconds: float
+    """What the plan at the same budget was forecast to add."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +177,15 @@ class StudyStore:
             self.write("anchor_seconds", outcome.measurement.reference_seconds)
         self.write(_REFERENCE_PREFIX + name, {"policy": policy, "outcome": outcome})
 
+    def write_plan(self, name: str, policy: Policy, outcome: Outcome) -> None:
+        """Stores a measured plan, which may be no point of the search space."""
+        self.write(_PLAN_PREFIX + name, {"policy": policy, "outcome": outcome})
+
+    @property
+    def bound(self) -> Bound | None:
+        """What no policy can go under, by the planner."""
+        return self._optional("bound", Bound)
+
     def candidates(self) -> list[Candidate]:
         """Returns every policy that was measured, each once, in the order of measuring."""
         found: dict[str, Candidate] = {}
@@ -177,6 +197,10 @@ class StudyStore:
                 short_name = name.removeprefix(_REFERENCE_PREFIX)
                 baseline = self._candidate(self._decode(stored, _Tried), short_name, True)
                 found.setdefault(baseline.policy.key, baseline)
+            elif name.startswith(_PLAN_PREFIX):
+                short_name = name.removeprefix(_PLAN_PREFIX)
+                plan = self._candidate(self._decode(stored, _Tried), short_name, False)
+                found.setdefault(plan.policy.key, plan)
         for trial in trials:
             candidate = self._trial_candidate(trial)
             if candidate is not None:

@@ -23,10 +23,11 @@ import msgspec
 
 from sac_search import errors
 from sac_search.failures import make_failure
+from sac_search.forecaster import Planned, PlanRequest
 from sac_search.policy import Policy
 from sac_search.records import Failure, FailureKind, Outcome, encode
 from sac_search.worker.protocol import METHODS, Comparison, Reply, Request
-from sac_search.worker.session import Description, SessionSettings, Verdict
+from sac_search.worker.session import Description, ForecastPeak, SessionSettings, Verdict
 
 _LOG_TAIL_LINES = 8
 _POLL_SECONDS = 1.0
@@ -96,6 +97,22 @@ class WorkerClient:
             self._measure(policy) if _has_diverged(outcome.failure) else outcome
             for policy, outcome in zip(policies, outcomes, strict=True)
         ]
+
+    def forecast(self, policy: Policy) -> ForecastPeak:
+        """Returns the peak that `policy` would have, without running it."""
+        try:
+            peak: ForecastPeak = self._ask("forecast", policy, self._timeout(1))
+        except _WorkerLost as lost:
+            return ForecastPeak(problem=lost.failure.message)
+        return peak
+
+    def plan(self, request: PlanRequest) -> list[Planned]:
+        """Returns the fastest policies for some budgets, by forecast; none where it cannot tell."""
+        try:
+            plans: list[Planned] = self._ask("plan", request, self._timeout(10))
+        except _WorkerLost:
+            return []
+        return plans
 
     def verify(self, policy: Policy) -> Verdict:
         """Compares the policy's gradients with those of the run without checkpointing."""

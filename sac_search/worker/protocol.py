@@ -7,9 +7,10 @@ from typing import Any
 
 import msgspec
 
+from sac_search.forecaster import Planned, PlanRequest
 from sac_search.policy import Policy
 from sac_search.records import Outcome
-from sac_search.worker.session import Description, SessionSettings, Verdict
+from sac_search.worker.session import Description, ForecastPeak, SessionSettings, Verdict
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,6 +74,8 @@ METHODS = {
     "describe": Method(bool, Description),
     "measure": Method(Policy, Outcome),
     "compare": Method(Comparison, list[Outcome]),
+    "forecast": Method(Policy, ForecastPeak),
+    "plan": Method(PlanRequest, list[Planned]),
     "verify": Method(Policy, Verdict),
     "measure_module": Method(str, Outcome),
     "verify_module": Method(str, Verdict),

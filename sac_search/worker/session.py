@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -18,6 +18,7 @@ from sac_search.apply import PolicyModule, load_policy_module
 from sac_search.device import Clock
 from sac_search.errors import WorkloadError
 from sac_search.failures import failure_from
+from sac_search.forecaster import Forecaster, Planned, PlanRequest
 from sac_search.layers import Layer, find_layers
 from sac_search.measure import StepMeter
 from sac_search.policy import NO_CHECKPOINTING, Policy, checkpoint_layers
@@ -62,6 +63,16 @@ class Description:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ForecastPeak:
+    """The forecast of one policy's peak."""
+
+    peak_bytes: int | None = None
+    """Highest bytes in live tensors; None when it cannot be told."""
+    problem: str = ""
+    """Why not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """The end of a verification: figures, or why the step did not run."""
 
@@ -93,10 +104,13 @@ class Session:
         self._full = checkpoint_layers(layer.name for layer in self._layers)
         self._reference_name = self._run_first_step()
         self._resident_bytes = self._live_bytes()
+        self._forecaster: Forecaster | None = None
+        self._forecast_problem: str | None = None
 
     def describe(self) -> Description:
         """Traces the layers. Returns what the parent needs to know."""
         layers = trace_layers(self._workload, self._layers, self._device, self._meter.clock)
+        self._prepare_forecasts(layers)
         devices.free_cached_memory(self._device)
         return Description(
             environment=self.environment(),
@@ -107,12 +121,35 @@ class Session:
 
     def measure(self, policy: Policy) -> Outcome:
         """Returns what `policy` costs."""
-        return self._noted(self._meter.measure(policy, self._reference))
+        outcome = self._noted(self._meter.measure(policy, self._reference))
+        return replace(outcome, forecast_peak_bytes=self.forecast(policy).peak_bytes)
 
     def compare(self, policies: Sequence[Policy], steps: int) -> list[Outcome]:
         """Returns what each policy costs, their steps interleaved."""
         outcomes = self._meter.compare(policies, self._reference, steps=steps)
         return [self._noted(outcome) for outcome in outcomes]
+
+    def forecast(self, policy: Policy) -> ForecastPeak:
+        """Returns the peak of allocated bytes that `policy` would have, without running it."""
+        forecaster = self._ready_forecaster()
+        if forecaster is None:
+            return ForecastPeak(problem=self._forecast_problem or "")
+        try:
+            return ForecastPeak(peak_bytes=forecaster.forecast(policy).peak_bytes)
+        except Exception as error:
+            return ForecastPeak(problem=str(error).partition("\n")[0])
+        finally:
+            devices.free_cached_memory(self._device)
+
+    def plan(self, request: PlanRequest) -> list[Planned]:
+        """Returns the fastest policies for some budgets, by forecast; none where it cannot tell."""
+        forecaster = self._ready_forecaster()
+        if forecaster is None:
+            return []
+        try:
+            return forecaster.plan(request)
+        finally:
+            devices.free_cached_memory(self._device)
 
     def verify(self, policy: Policy | PolicyModule) -> Verdict:
         """Compares `policy` with no checkpointing, or with full if that is too big."""
@@ -233,8 +270,27 @@ class Session:
             user_traceback=format_user_traceback(first_error),
         ) from first_error
 
+    def _prepare_forecasts(self, layers: Sequence[LayerTrace]) -> None:
+        # A forecast is a help, never a need: whatever a model does under fake tensors, the search
+        # goes on by measuring alone.
+        try:
+            self._forecaster = Forecaster(self._workload, layers, self._device)
+        except Exception as error:
+            self._forecast_problem = str(error).partition("\n")[0]
+
+    def _ready_forecaster(self) -> Forecaster | None:
+        # A worker that took another's place was not asked to describe anything.
+        if self._forecaster is None and self._forecast_problem is None:
+            self.describe()
+        return self._forecaster
+
     def _notes(self) -> list[str]:
         notes = []
+        if self._forecaster is None:
+            notes.append(
+                f"No forecasts for this workload ({self._forecast_problem}); the search measures "
+                "alone."
+            )
         free_bytes, total_bytes = devices.device_memory(self._device)
         if self._device.type != "cpu":
             used_elsewhere = (

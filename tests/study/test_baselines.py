@@ -7,6 +7,7 @@ from scripted import BLOCK_OPS, CONVOLUTION_OPS, DROPOUT_OPS, make_layers, make_
 
 from sac_search.opclasses import OpClass, packets_of
 from sac_search.policy import NO_CHECKPOINTING, PLAIN_TIER, Tier
+from sac_search.space import LayerChoiceMode, build_space
 from sac_search.study.baselines import (
     BASELINE_NAMES,
     EVERY_SECOND,
@@ -20,7 +21,6 @@ from sac_search.study.baselines import (
     Baseline,
     baselines,
 )
-from sac_search.study.space import LayerChoiceMode, build_space
 from sac_search.trace import LayerTrace
 
 ATTENTION_KERNELS = {f"{p}.default" for p in packets_of(OpClass.ATTENTION) if "." in p}

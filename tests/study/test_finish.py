@@ -333,7 +333,7 @@ def test_the_stored_winner_is_the_one_that_the_search_named() -> None:
     assert found.rejected == winner.rejected
 
 
-def test_an_older_winner_does_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_winner_does_not_come_back() -> None:
     # The first winner's time was good luck, and it is no finalist of the second search.
     measurer = ScriptedMeasurer()
     store = searched(measurer)
@@ -349,6 +349,18 @@ def test_an_older_winner_does_not_come_back(monkeypatch: pytest.MonkeyPatch) -> 
     assert fastest.policy.key == lucky.policy.key
     assert found.best is not None
     assert found.best.policy.key == winner.best.policy.key
+
+
+def test_the_last_winner_is_the_stored_one() -> None:
+    measurer = ScriptedMeasurer()
+    store = searched(measurer)
+    first, second = rank(store.candidates(), BUDGET_BYTES)[:2]
+
+    for candidate in (first, second, first):
+        choose_winner(store, measurer, [candidate])
+        assert stored_winner(store).best == candidate
+    choose_winner(store, measurer, [])
+    assert stored_winner(store).best is None
 
 
 def test_a_study_that_was_never_finished_has_no_winner() -> None:

@@ -25,10 +25,10 @@ from sac_search.api import SearchOptions, run_search
 from sac_search.errors import EnvironmentMismatch, StudyError, StudyNotFound
 from sac_search.policy import checkpoint_layers
 from sac_search.records import Outcome
+from sac_search.space import LayerChoiceMode
 from sac_search.study.baselines import BASELINE_NAMES
 from sac_search.study.result import SearchResult
 from sac_search.study.sampler import SamplerName
-from sac_search.study.space import LayerChoiceMode
 from sac_search.study.store import held, open_study
 
 BUDGET_GB = 120 * MIB / 2**30

@@ -24,12 +24,12 @@ from scripted import (
 from sac_search.opclasses import OpClass
 from sac_search.policy import Policy, checkpoint_layers
 from sac_search.records import FailureKind
+from sac_search.space import LayerChoiceMode, build_space
 from sac_search.study import search as search_module
 from sac_search.study.baselines import BASELINE_NAMES, EVERY_SECOND, FULL, NONE, TORCHTITAN
 from sac_search.study.candidate import rank
 from sac_search.study.sampler import SamplerName
 from sac_search.study.search import CONSTRAINT, Search
-from sac_search.study.space import LayerChoiceMode, build_space
 
 BUDGET_BYTES = 120 * MIB  # between full checkpointing (74 MiB) and none (173 MiB)
 RANDOM = SamplerName.RANDOM
@@ -522,6 +522,7 @@ def test_a_proposal_left_in_the_queue_is_measured_and_the_baselines_still_are() 
 
     search = make_search(measurer, BUDGET_BYTES, store=store, trials=1)
 
+    assert set(search.measure_first()) == {NONE, FULL}
     assert search.run() == "1 trials measured (--trials 1)"
     assert {c.name for c in store.candidates() if c.is_baseline} == set(BASELINE_NAMES)
     assert [c.policy.layer_names[-1] for c in search.trial_candidates()] == ["h.4"]

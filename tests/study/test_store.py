@@ -37,9 +37,9 @@ from sac_search.errors import (
 )
 from sac_search.policy import Policy, checkpoint_layers
 from sac_search.records import SCHEMA_VERSION
+from sac_search.space import LayerChoiceMode, build_space
 from sac_search.study import store as store_module
 from sac_search.study.sampler import SamplerName
-from sac_search.study.space import LayerChoiceMode, build_space
 from sac_search.study.store import (
     StudyStore,
     check_same,

@@ -24,6 +24,15 @@ _NEVER_SAVED = frozenset({OpClass.OTHER, OpClass.COLLECTIVE})
 _WORTH_FRACTION = 0.003
 
 
+class Granularity(enum.StrEnum):
+    """What one save-or-recompute decision covers."""
+
+    CLASS = "class"
+    """All ops of a class."""
+    SITE = "site"
+    """The ops of a class that have weights, or features, of one size."""
+
+
 class LayerChoiceMode(enum.StrEnum):
     """How the set of checkpointed layers is searched."""
 
@@ -58,9 +67,11 @@ class SearchSpace:
     layers: tuple[LayerTrace, ...]
     """The layers, in the order in which they run."""
     saves: Mapping[str, tuple[str, ...]]
-    """For each `save.…` decision, the exact ops that it saves."""
+    """For each `save.…` decision, the exact ops or op sites that it saves."""
     mode: LayerChoiceMode
     """How layers are chosen."""
+    granularity: Granularity = Granularity.CLASS
+    """What one decision covers."""
 
     @property
     def kinds(self) -> dict[str, list[str]]:
@@ -105,7 +116,7 @@ class SearchSpace:
             return Policy()
         names = [name for name in self.saves if assignment[name]]
         occurring = {
-            (decision_class(op), op.op)
+            (decision_name(op, self.granularity), saved_name(op, self.granularity))
             for layer in self.layers
             if layer.name in chosen
             for op in layer.ops
@@ -121,7 +132,10 @@ class SearchSpace:
         wanted = set(layer_names)
         if not wanted.issubset(la.name for la in self.layers):
             return None
-        assignment = {name: int(name.removeprefix("save.") in classes) for name in self.saves}
+        assignment = {
+            name: int(name.removeprefix("save.") in classes or class_of(name) in classes)
+            for name in self.saves
+        }
         if self.mode is LayerChoiceMode.EACH:
             assignment |= {f"layer.{la.name}": int(la.name in wanted) for la in self.layers}
         else:
@@ -143,26 +157,54 @@ class SearchSpace:
 
 
 def build_space(
-    layers: Sequence[LayerTrace], mode: LayerChoiceMode = LayerChoiceMode.COUNT
+    layers: Sequence[LayerTrace],
+    mode: LayerChoiceMode = LayerChoiceMode.COUNT,
+    granularity: Granularity = Granularity.CLASS,
 ) -> SearchSpace:
     """Returns the decisions for traced layers."""
-    reasons = unsavable_ops(layers)
+    reasons = unsavable_ops(layers, granularity)
     total_seconds = sum(op.seconds for layer in layers for op in layer.ops)
     seconds: dict[str, float] = {}
     ops: dict[str, set[str]] = {}
     for layer in layers:
         for op in layer.ops:
-            if reasons.get(op.op):
+            saved = saved_name(op, granularity)
+            if reasons.get(saved):
                 continue
-            name = f"save.{decision_class(op)}"
-            ops.setdefault(name, set()).add(op.op)
+            name = decision_name(op, granularity)
+            ops.setdefault(name, set()).add(saved)
             seconds[name] = seconds.get(name, 0.0) + op.seconds
     worthwhile = [name for name in sorted(ops) if seconds[name] >= _WORTH_FRACTION * total_seconds]
     return SearchSpace(
         layers=tuple(layers),
         saves={name: tuple(sorted(ops[name])) for name in worthwhile},
         mode=mode,
+        granularity=granularity,
     )
+
+
+def decision_name(op: OpTrace, granularity: Granularity) -> str:
+    """Returns the decision that `op` belongs to: `save.matmul`, or `save.matmul[2048x8192]`."""
+    name = f"save.{decision_class(op)}"
+    return f"{name}[{op.site}]" if _has_sites(op, granularity) else name
+
+
+def saved_name(op: OpTrace, granularity: Granularity) -> str:
+    """Returns what a tier names to save `op`: the op, or its site."""
+    return op.site_name if _has_sites(op, granularity) else op.op
+
+
+def class_of(decision: str) -> OpClass:
+    """Returns the op class of a `save.…` decision."""
+    return OpClass(decision.removeprefix("save.").partition("[")[0])
+
+
+def _has_sites(op: OpTrace, granularity: Granularity) -> bool:
+    # Attention has one site in a layer, and a kernel of another name on another device. Random ops
+    # go together.
+    if granularity is Granularity.CLASS or not op.site:
+        return False
+    return decision_class(op) not in (OpClass.ATTENTION, OpClass.RANDOM)
 
 
 def decision_class(op: OpTrace) -> OpClass:
@@ -170,18 +212,23 @@ def decision_class(op: OpTrace) -> OpClass:
     return OpClass.RANDOM if op.random else op.op_class
 
 
-def unsavable_ops(layers: Sequence[LayerTrace]) -> dict[str, str]:
-    """Returns for each traced op why it cannot be saved; an empty text when it can.
+def unsavable_ops(
+    layers: Sequence[LayerTrace], granularity: Granularity = Granularity.CLASS
+) -> dict[str, str]:
+    """Returns for each traced op, or op site, why it cannot be saved; empty when it can.
 
-    A reason holds for all calls of an op, since a policy cannot tell them apart.
+    A reason holds for all calls of one name, since a policy cannot tell them apart.
     """
     reasons: dict[str, str] = {}
+    random_names = set()
     for layer in layers:
         for op in layer.ops:
-            reasons[op.op] = reasons.get(op.op) or _own_reason(op)
-    random_ops = {op.op for layer in layers for op in layer.ops if op.random}
-    if any(reasons[name] for name in random_ops):
-        for name in random_ops:
+            name = saved_name(op, granularity)
+            reasons[name] = reasons.get(name) or _own_reason(op)
+            if op.random:
+                random_names.add(name)
+    if any(reasons[name] for name in random_names):
+        for name in random_names:
             reasons[name] = reasons[name] or "tied to a random op that cannot be saved"
     return reasons
 
@@ -203,23 +250,23 @@ def _own_reason(op: OpTrace) -> str:
 def make_tier(
     names: Sequence[str],
     saves: Mapping[str, tuple[str, ...]],
-    occurring: AbstractSet[tuple[OpClass, str]] | None = None,
+    occurring: AbstractSet[tuple[str, str]] | None = None,
 ) -> Tier:
     """Returns the tier that saves what the decisions `names` stand for.
 
-    Of `saves` only `occurring` ops count, each with the class that decides about it. When attention
+    Of `saves` only `occurring` ops count, each with the decision that covers it. When attention
     is saved, its kernels of other devices and shapes are saved as well, for torch chooses among
     them at run time.
     """
     ops: set[str] = set()
-    classes: list[OpClass] = []
+    classes: list[str] = []
     save_random = False
     for name in names:
-        op_class = OpClass(name.removeprefix("save."))
-        present = {op for op in saves[name] if occurring is None or (op_class, op) in occurring}
+        op_class = class_of(name)
+        present = {op for op in saves[name] if occurring is None or (name, op) in occurring}
         if not present:
             continue
-        classes.append(op_class)
+        classes.append(name.removeprefix("save."))
         if op_class is OpClass.RANDOM:
             save_random = True
             continue

@@ -11,7 +11,7 @@ from scripted import BLOCK_OPS, CONVOLUTION_OPS, DROPOUT_OPS, make_layers, make_
 
 from sac_search.opclasses import OpClass
 from sac_search.policy import NO_CHECKPOINTING
-from sac_search.study.space import (
+from sac_search.space import (
     Decision,
     LayerChoiceMode,
     SearchSpace,
