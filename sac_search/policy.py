@@ -135,7 +135,12 @@ def describe_tier(tier: Tier) -> str:
 
 
 def _tier_key(tier: Tier) -> list[object]:
-    ops = sorted(set(tier.ops))
+    # A site says nothing more where the whole op is saved.
+    ops = sorted({op for op in tier.ops if op == _whole(op) or _whole(op) not in tier.ops})
     if tier.saves_nothing:
         return [ops, tier.through_policy]
     return [ops, tier.save_random, tier.every_second_matmul]
+
+
+def _whole(op: str) -> str:
+    return op.partition("[")[0]

@@ -137,11 +137,12 @@ def site_of(name: str, args: tuple[Any, ...]) -> str:
     multiplied. Else the size of the features: the last dimension of the first tensor, with the
     channels before it in front for images. Empty when no tensor comes first.
     """
+    weight = WEIGHT_ARGUMENTS.get(name)
+    if weight is not None and len(args) > weight:
+        return _by_x(args[weight].shape)
     first = args[0] if args else None
     if isinstance(first, (list, tuple)) and first:
         first = first[0]
-    if name in WEIGHT_ARGUMENTS and len(args) > WEIGHT_ARGUMENTS[name]:
-        return _by_x(args[WEIGHT_ARGUMENTS[name]].shape)
     if not isinstance(first, torch.Tensor) or first.dim() == 0:
         return ""
     if name in ("aten.bmm.default", "aten.baddbmm.default"):
@@ -152,7 +153,7 @@ def site_of(name: str, args: tuple[Any, ...]) -> str:
 
 
 def _by_x(sizes: Iterable[Any]) -> str:
-    return "x".join(str(int(size)) for size in sizes)
+    return "x".join([str(int(size)) for size in sizes])  # a list, for speed
 
 
 def _settle(decision: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CheckpointPolicy:

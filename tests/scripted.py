@@ -162,8 +162,8 @@ class ScriptedMeasurer:
     """The steps and the keys of every comparison."""
     verified: list[str] = field(default_factory=list)
     notes: tuple[str, ...] = ()
-    forecasts: bool = False
-    """Whether peaks can be told without measuring."""
+    forecast_factor: float | None = None
+    """How far forecasts of the peak are off; None when peaks cannot be told without measuring."""
     plans: tuple[Planned, ...] = ()
     """What the planner answers, for the budgets that it is asked for."""
     plan_requests: list[PlanRequest] = field(default_factory=list)
@@ -182,7 +182,8 @@ class ScriptedMeasurer:
         if self.interrupt_at is not None and self.measured.total() == self.interrupt_at:
             raise KeyboardInterrupt
         self._write_log(policy.key)
-        return self._outcome(policy)
+        forecast = self.forecast(policy)
+        return dataclasses.replace(self._outcome(policy), forecast_peak_bytes=forecast.peak_bytes)
 
     def compare(self, policies: Sequence[Policy], steps: int) -> list[Outcome]:
         self._interrupt_once("compare")
@@ -193,9 +194,9 @@ class ScriptedMeasurer:
         ]
 
     def forecast(self, policy: Policy) -> ForecastPeak:
-        return (
-            ForecastPeak(peak_bytes=self.peak_bytes(policy)) if self.forecasts else ForecastPeak()
-        )
+        if self.forecast_factor is None:
+            return ForecastPeak(problem="on paper")
+        return ForecastPeak(peak_bytes=round(self.peak_bytes(policy) * self.forecast_factor))
 
     def plan(self, request: PlanRequest) -> list[Planned]:
         self.plan_requests.append(request)

@@ -228,6 +228,24 @@ def test_the_entries_say_what_came_of_each_policy(tmp_path: Path) -> None:
     assert found["best"]["checkpointed_layers"] == len(result.best.policy.layers)
 
 
+def test_an_entry_that_was_ruled_out_by_forecast_says_so(tmp_path: Path) -> None:
+    measurer = ScriptedMeasurer(forecast_factor=1.0)
+    search(tmp_path, measurer, trials=6)
+
+    trials = document(tmp_path)["trials"]
+
+    ruled_out = [entry for entry in trials if entry["evidence"] == "forecast"]
+    assert ruled_out and len(trials) - len(ruled_out) == 6
+    for entry in ruled_out:
+        assert entry["state"] == "failed"
+        assert entry["reason"].startswith("forecast over the budget: ")
+        assert entry["peak_bytes"] is None
+        assert entry["forecast_peak_bytes"] > BUDGET_MIB * MIB
+    for entry in trials + document(tmp_path)["baselines"]:
+        if entry["evidence"] == "measured":
+            assert entry["forecast_peak_bytes"] == entry["peak_bytes"]
+
+
 def test_the_overhead_is_above_the_step_without_checkpointing(tmp_path: Path) -> None:
     measurer = ScriptedMeasurer()
     result = search(tmp_path, measurer)

@@ -384,8 +384,8 @@ def test_a_trace_shows_layers_and_ops(empty: Path, capsys: Capture) -> None:
     assert cli.main(["trace", "train.py", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert [layer["name"] for layer in document["layers"]] == LAYERS
-    calls = {op["op"]: op["calls"] for op in document["layers"][0]["ops"]}
-    assert calls["aten.addmm.default"] == 2
+    matmuls = [op for op in document["layers"][0]["ops"] if op["op"] == "aten.addmm.default"]
+    assert sum(op["calls"] for op in matmuls) == 2
 
 
 def test_studies_are_listed(inside: Project, capsys: Capture) -> None:

@@ -434,7 +434,7 @@ def test_names_cannot_change_the_code(
     names: list[str], op: str, headline: list[str], study: str, device: str, extra: Any
 ) -> None:
     policy = Policy(
-        tiers=(Tier(ops=(op,)), Tier()),
+        tiers=(Tier(ops=(op,), classes=(op, device)), Tier()),
         layers=(LayerChoice(name=names[0], tier=0), LayerChoice(name=names[1], tier=1)),
     )
     meta = {**make_meta(device_name=device), "study_name": study, "extra": extra}

@@ -59,6 +59,10 @@ SAME = {
         checkpoint_layers(["a"], Tier(ops=(MM, BMM))),
         checkpoint_layers(["a"], Tier(ops=(BMM, MM, MM))),
     ),
+    "a site of an op that is saved everywhere": (
+        checkpoint_layers(["a"], Tier(ops=(MM, f"{MM}[8x8]"))),
+        checkpoint_layers(["a"], Tier(ops=(MM,))),
+    ),
     "through_policy of a tier that needs one": (
         checkpoint_layers(["a"], SAVE_MM),
         checkpoint_layers(["a"], dataclasses.replace(SAVE_MM, through_policy=True)),
@@ -78,6 +82,8 @@ DIFFERENT = {
     "matmul": checkpoint_layers(["a"], SAVE_MM),
     "another matmul": checkpoint_layers(["a"], Tier(ops=(BMM,))),
     "both": checkpoint_layers(["a"], Tier(ops=(BMM, MM))),
+    "matmul at a site": checkpoint_layers(["a"], Tier(ops=(f"{MM}[8x8]",))),
+    "matmul at another site": checkpoint_layers(["a"], Tier(ops=(f"{MM}[8x9]",))),
     "one name like both": checkpoint_layers(["a"], Tier(ops=(f'{BMM}","{MM}',))),
     "random": checkpoint_layers(["a"], Tier(save_random=True)),
     "random, matmul": checkpoint_layers(["a"], dataclasses.replace(SAVE_MM, save_random=True)),

@@ -153,7 +153,7 @@ def render_module(
         _TIER_FUNCTIONS.format(
             suffix="" if index == 0 else f"_{index + 1}",
             index=index,
-            description=f"This tier: {describe_tier(tier)}.",
+            description=_escape(f"This tier: {describe_tier(tier)}.").replace("\n", " "),
         )
         for index, tier in enumerate(tiers)
     )
@@ -206,6 +206,9 @@ def _literal(value: Any, indent: int = 0) -> str:
 
 
 def _docstring(text: str) -> str:
+    return f'"""{_escape(text).rstrip()}\n"""\n\n'
+
+
+def _escape(text: str) -> str:
     printable = "".join(c if c == "\n" or c.isprintable() else "?" for c in text)
-    escaped = printable.replace("\\", "\\\\").replace('"', '\\"')
-    return f'"""{escaped.rstrip()}\n"""\n\n'
+    return printable.replace("\\", "\\\\").replace('"', '\\"')

@@ -156,9 +156,9 @@ def _against_bound(result: SearchResult) -> str:
         return ""
     distance = max(0.0, best.step_seconds / bound_seconds - 1)
     return (
-        f"Within {100 * distance:.1f}% of the planner's bound ({units.format_seconds(bound_seconds)}"
-        "): no policy that saves whole op sites in these layers can be faster, if ops cost what "
-        "they did in the trace and their costs add up."
+        f"Within {100 * distance:.1f}% of the planner's bound, "
+        f"{units.format_seconds(bound_seconds)}: no policy that saves whole op sites in these "
+        "layers can be faster, if ops cost what they did in the trace and their costs add up."
     )
 
 
@@ -198,11 +198,14 @@ def _against(result: SearchResult, name: str) -> str:
 
 def closing_lines(result: SearchResult) -> list[str]:
     """Returns why the search stopped, where the files are, and what to type next."""
-    trials = sum(not candidate.is_baseline for candidate in result.candidates)
-    baseline_count = len(result.candidates) - trials
+    baseline_count = sum(candidate.is_baseline for candidate in result.candidates)
+    ruled_out = sum(candidate.is_ruled_out for candidate in result.candidates)
+    trials = len(result.candidates) - baseline_count - ruled_out
     lines = [
         f"Stopped after {baseline_count} baseline{'s' if baseline_count != 1 else ''} and "
-        f"{trials} trial{'s' if trials != 1 else ''}: {result.stop_reason}.",
+        f"{trials} trial{'s' if trials != 1 else ''}"
+        f"{f', {ruled_out} more ruled out by forecast' if ruled_out else ''}: "
+        f"{result.stop_reason}.",
         f"Clock: {_CLOCKS[result.environment.clock]}.",
     ]
     lines += [f"Rejected: {reason}" for reason in result.rejected]

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from sac_search.policy import Policy
-from sac_search.records import Failure, Measurement, Outcome
+from sac_search.records import Failure, FailureKind, Measurement, Outcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,12 +35,19 @@ class Candidate:
         """The reason, when it did not."""
         return self.outcome.failure
 
+    @property
+    def is_ruled_out(self) -> bool:
+        """Whether it was never run, since its forecast is over the budget."""
+        return self.failure is not None and self.failure.kind is FailureKind.FORECAST_OVER_BUDGET
+
     def fits(self, budget_bytes: int) -> bool:
         """Whether it was measured to stay under the budget."""
         return self.measurement is not None and self.measurement.peak_bytes <= budget_bytes
 
     def with_outcome(self, outcome: Outcome, anchor_seconds: float) -> Candidate:
-        """Returns the same policy with newer figures."""
+        """Returns the same policy with newer figures; a forecast that they lack is kept."""
+        if outcome.forecast_peak_bytes is None:
+            outcome = replace(outcome, forecast_peak_bytes=self.outcome.forecast_peak_bytes)
         seconds = drift_free_seconds(outcome, anchor_seconds)
         return replace(self, outcome=outcome, step_seconds=seconds)
 

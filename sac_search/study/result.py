@@ -164,5 +164,5 @@ def _entry(candidate: Candidate, budget_bytes: int) -> dict[str, Any]:
         "step_seconds": candidate.step_seconds,
         "peak_bytes": measurement.peak_bytes if measurement else None,
         "forecast_peak_bytes": candidate.outcome.forecast_peak_bytes,
-        "evidence": str(Evidence.MEASURED),
+        "evidence": str(Evidence.FORECAST if candidate.is_ruled_out else Evidence.MEASURED),
     }

@@ -33,6 +33,8 @@ _SMALLEST_FORECAST_ERROR = 0.01
 # After so many proposals in a row that were measured before, a neighbour of the best is taken.
 _PATIENCE_WITH_REPEATS = 3
 _NEIGHBOUR_ATTEMPTS = 300
+# After so many proposals in a row that were ruled out by forecast there is nothing left that fits.
+_PATIENCE_WITH_RULED_OUT = 50
 # Of spaces up to this size every policy is known in advance, and so is the last one.
 _LISTABLE_SIZE = 2000
 
@@ -78,6 +80,7 @@ class Search:
     _known: dict[str, Candidate] = field(default_factory=dict)
     _listed: dict[str, Assignment] = field(default_factory=dict)
     _repeats: int = 0
+    _ruled_out: int = 0
     _stop_reason: str = ""
 
     def __post_init__(self) -> None:
@@ -113,8 +116,8 @@ class Search:
             tiers=self.settings.tiers,
             full_overhead_seconds=self._full_overhead_seconds(),
         )
-        plans = self.measurer.plan(request)
-        for fraction, planned in self._named_plans(plans):
+        plans = self._named_plans(self.measurer.plan(request))
+        for fraction, planned in plans:
             if self._is_out_of_time():
                 return
             within = planned.peak_bytes <= self._highest_forecast()
@@ -123,15 +126,16 @@ class Search:
                 outcome = self._measure(planned.policy)
                 self.store.write_plan(name, planned.policy, outcome)
                 self._remember(name, planned.policy, outcome, is_baseline=False)
-        if plans and plans[0].bound_seconds is not None:
-            bound = Bound(
-                overhead_seconds=plans[0].bound_seconds,
-                planned_overhead_seconds=plans[0].overhead_seconds,
-            )
-            self.store.write("bound", bound)
+        for fraction, planned in plans:
+            if fraction == 1 and planned.bound_seconds is not None:
+                bound = Bound(
+                    overhead_seconds=planned.bound_seconds,
+                    planned_overhead_seconds=planned.overhead_seconds,
+                )
+                self.store.write("bound", bound)
 
     def run(self) -> str:
-        """Measures plans, then the baselines that are left, and searches. Returns why it stopped."""
+        """Measures plans and the baselines that are left, and searches. Returns why it stopped."""
         self.measure_first()
         self.measure_plans()
         for baseline in baselines(self.space):
@@ -151,14 +155,16 @@ class Search:
         if len(trials) >= self.settings.trials:
             self._stop_reason = f"{len(trials)} trials measured (--trials {self.settings.trials})"
         elif self._listed and self._listed.keys() <= self._known.keys():
-            self._stop_reason = f"all {len(self._listed)} policies of the search space measured"
+            self._stop_reason = f"all {len(self._listed)} policies of the search space tried"
+        elif self._ruled_out >= _PATIENCE_WITH_RULED_OUT:
+            self._stop_reason = f"the last {self._ruled_out} proposals were over by forecast"
         elif self._has_converged(trials):
             self._stop_reason = f"no gain beyond the noise in the last {WINDOW} trials"
         return bool(self._stop_reason)
 
     def trial_candidates(self) -> list[Candidate]:
-        """Returns the candidates beyond the baselines."""
-        return [c for c in self._known.values() if not c.is_baseline]
+        """Returns the candidates beyond the baselines that were measured."""
+        return [c for c in self._known.values() if not (c.is_baseline or c.is_ruled_out)]
 
     def _plan_budgets(self) -> tuple[int, ...]:
         """Returns the planner's budgets, which are for allocated bytes, as those of a study.
@@ -184,7 +190,9 @@ class Search:
         """Measures a policy, unless its forecast is over the budget beyond doubt."""
         forecast = self.measurer.forecast(policy)
         if forecast.peak_bytes is None or forecast.peak_bytes <= self._highest_forecast():
+            self._ruled_out = 0
             return self.measurer.measure(policy)
+        self._ruled_out += 1
         message = (
             f"forecast {units.format_gib(forecast.peak_bytes)}, budget "
             f"{units.format_gib(self.store.budget_bytes)}"
@@ -273,8 +281,7 @@ class Search:
     def _write(
         self, trial: optuna.Trial, policy: Policy, outcome: Outcome, *, is_new: bool
     ) -> float:
-        if self.store.anchor_seconds is None and outcome.measurement is not None:
-            self.store.write("anchor_seconds", outcome.measurement.reference_seconds)
+        self.store.keep_anchor(outcome)
         if is_new:
             trial.set_user_attr("outcome", records.to_builtins(outcome))
             baseline = trial.user_attrs.get("baseline")

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import os
 import re
+import sqlite3
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -173,13 +174,20 @@ class StudyStore:
 
     def write_baseline(self, name: str, policy: Policy, outcome: Outcome) -> None:
         """Stores a baseline that is no point of the search space."""
-        if self.anchor_seconds is None and outcome.measurement is not None:
-            self.write("anchor_seconds", outcome.measurement.reference_seconds)
-        self.write(_REFERENCE_PREFIX + name, {"policy": policy, "outcome": outcome})
+        self._write_tried(_REFERENCE_PREFIX + name, policy, outcome)
 
     def write_plan(self, name: str, policy: Policy, outcome: Outcome) -> None:
         """Stores a measured plan, which may be no point of the search space."""
-        self.write(_PLAN_PREFIX + name, {"policy": policy, "outcome": outcome})
+        self._write_tried(_PLAN_PREFIX + name, policy, outcome)
+
+    def keep_anchor(self, outcome: Outcome) -> None:
+        """Makes the first reference steps that were measured the anchor of all step times."""
+        if self.anchor_seconds is None and outcome.measurement is not None:
+            self.write("anchor_seconds", outcome.measurement.reference_seconds)
+
+    def _write_tried(self, name: str, policy: Policy, outcome: Outcome) -> None:
+        self.keep_anchor(outcome)
+        self.write(name, {"policy": policy, "outcome": outcome})
 
     @property
     def bound(self) -> Bound | None:
@@ -445,11 +453,16 @@ def _storage(path: Path) -> optuna.storages.RDBStorage:
     try:
         # Without heartbeats: `held` tells whether a running trial is still somebody's.
         return optuna.storages.RDBStorage(
-            f"sqlite:///{path.resolve()}",
-            engine_kwargs={"connect_args": {"timeout": _LOCK_TIMEOUT_SECONDS}},
+            "sqlite:///study.db",
+            engine_kwargs={"creator": functools.partial(_connect, path.resolve())},
         )
     except RuntimeError as error:  # a database of another release of Optuna
         raise StudyFileError(f"{path} cannot be used as a study: {error}") from error
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    # The path itself, for in an address `?` and `%` would mean something.
+    return sqlite3.connect(path, timeout=_LOCK_TIMEOUT_SECONDS, check_same_thread=False)
 
 
 @contextlib.contextmanager

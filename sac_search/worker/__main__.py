@@ -6,6 +6,7 @@ itself as soon as its standard input closes, so it cannot outlive its parent.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
 import queue
@@ -29,6 +30,7 @@ def main() -> int:
     """Serves requests until the parent closes the pipe."""
     # Ctrl-C is the parent's to handle; it ends this process by closing the pipe.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.enable()
     # What torch made on import is for good: collections, of which a measurement needs several, and
     # the search for live tensors need not look at it.
     gc.freeze()

@@ -201,6 +201,7 @@ class _Process:
         self._number = 0
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("ab") as log:
+            self._log_start = log.seek(0, os.SEEK_END)
             self._child = subprocess.Popen(
                 [sys.executable, "-P", "-c", _START, str(_PACKAGE_ROOT)],
                 stdin=subprocess.PIPE,
@@ -277,9 +278,13 @@ class _Process:
         return make_failure(kind, f"{ended}; {self._log_path} ends with: {self._log_tail()}")
 
     def _log_tail(self) -> str:
-        with contextlib.suppress(OSError):
-            lines = self._log_path.read_text(errors="replace").splitlines()
-            return " | ".join(line for line in lines[-_LOG_TAIL_LINES:] if line.strip())
+        """Returns the last words of this process: after a crash, where it happened."""
+        with contextlib.suppress(OSError), self._log_path.open(errors="replace") as log:
+            log.seek(self._log_start)
+            lines = [line.strip() for line in log if line.strip()]
+            crashes = [i for i, line in enumerate(lines) if line.startswith("Current thread 0x")]
+            start = crashes[-1] if crashes else max(0, len(lines) - _LOG_TAIL_LINES)
+            return " | ".join(lines[start : start + _LOG_TAIL_LINES])
         return ""
 
 

@@ -7,6 +7,7 @@ calling process.
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -139,7 +140,7 @@ class Session:
         except Exception as error:
             return ForecastPeak(problem=str(error).partition("\n")[0])
         finally:
-            devices.free_cached_memory(self._device)
+            self._free_cached_memory()
 
     def plan(self, request: PlanRequest) -> list[Planned]:
         """Returns the fastest policies for some budgets, by forecast; none where it cannot tell."""
@@ -148,8 +149,11 @@ class Session:
             return []
         try:
             return forecaster.plan(request)
+        except Exception:
+            traceback.print_exc()  # into the log; without plans the search goes on by measuring
+            return []
         finally:
-            devices.free_cached_memory(self._device)
+            self._free_cached_memory()
 
     def verify(self, policy: Policy | PolicyModule) -> Verdict:
         """Compares `policy` with no checkpointing, or with full if that is too big."""
@@ -221,9 +225,13 @@ class Session:
         error.__traceback__ = error.__context__ = error.__cause__ = None
         self._diverged |= failure.kind is FailureKind.NON_FINITE_LOSS
         self._workload.drop_gradients()
+        self._free_cached_memory()
+        return failure
+
+    def _free_cached_memory(self) -> None:
+        # A device that is broken for good raises here as well; `is_healthy` will tell.
         with contextlib.suppress(Exception):
             devices.free_cached_memory(self._device)
-        return failure
 
     def _noted(self, outcome: Outcome) -> Outcome:
         failure = outcome.failure
@@ -281,7 +289,10 @@ class Session:
     def _ready_forecaster(self) -> Forecaster | None:
         # A worker that took another's place was not asked to describe anything.
         if self._forecaster is None and self._forecast_problem is None:
-            self.describe()
+            try:
+                self.describe()
+            except Exception as error:
+                self._forecast_problem = str(error).partition("\n")[0]
         return self._forecaster
 
     def _notes(self) -> list[str]:

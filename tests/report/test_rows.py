@@ -186,6 +186,24 @@ def test_the_closing_lines_say_why_where_and_what_next() -> None:
     ]
 
 
+def test_what_was_ruled_out_by_forecast_is_counted_apart() -> None:
+    ruled_out = Candidate(
+        name="trial 8",
+        policy=TRIAL.policy,
+        outcome=make_failed(FailureKind.FORECAST_OVER_BUDGET),
+        step_seconds=None,
+    )
+
+    found = rows.closing_lines(
+        make_result(NONE_CANDIDATE, FULL_CANDIDATE, TRIAL, ruled_out, ruled_out)
+    )
+
+    assert found[0] == (
+        "Stopped after 2 baselines and 1 trial, 2 more ruled out by forecast: "
+        "3 trials measured (--trials 3)."
+    )
+
+
 def test_without_a_winner_there_is_nothing_to_copy() -> None:
     found = rows.closing_lines(
         make_result(NONE_CANDIDATE, environment=other_environment(clock="wall"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -97,6 +98,17 @@ def test_newer_figures_replace_the_older_ones() -> None:
     assert (newer.step_seconds, newer.fits(7), newer.fits(6)) == (1.5, True, False)
     assert (newer.name, newer.policy, newer.is_baseline) == ("trial 3", SAVING, True)
     assert failed.step_seconds is None and not failed.fits(10**9)
+
+
+def test_newer_figures_keep_a_forecast_that_they_lack() -> None:
+    measured = dataclasses.replace(make_outcome(), forecast_peak_bytes=90)
+    candidate = Candidate(name="trial 3", policy=SAVING, outcome=measured, step_seconds=1.0)
+
+    again = candidate.with_outcome(make_outcome(seconds=2.0), 1.0)
+    other = candidate.with_outcome(dataclasses.replace(make_outcome(), forecast_peak_bytes=80), 1.0)
+
+    assert again.outcome.forecast_peak_bytes == 90
+    assert other.outcome.forecast_peak_bytes == 80
 
 
 @st.composite

@@ -303,7 +303,7 @@ def test_it_stops_when_every_policy_is_measured() -> None:
 
     assert search.space.size == 4
     # None, full and save matmul are the whole space; two more baselines lie outside it.
-    assert search.run() == "all 3 policies of the search space measured"
+    assert search.run() == "all 3 policies of the search space tried"
     assert search.trial_candidates() == []
 
 
@@ -314,7 +314,7 @@ def test_policies_outside_the_space_do_not_count_as_its_policies() -> None:
     reason = search.run()
 
     # Two baselines are no points of the space; all five policies that are get measured.
-    assert reason == "all 5 policies of the search space measured"
+    assert reason == "all 5 policies of the search space tried"
     keys = {search.space.policy_for(a).key for a in search.space.assignments()}
     assert len(keys) == 5
     assert keys <= measurer.measured.keys()
@@ -360,7 +360,7 @@ def test_a_stubborn_sampler_ends_when_there_is_nothing_else(stubborn: None) -> N
     measurer = ScriptedMeasurer(layers=SMALL)
     search = make_search(measurer, BUDGET_BYTES)
 
-    assert search.run() == "all 5 policies of the search space measured"
+    assert search.run() == "all 5 policies of the search space tried"
 
 
 def test_in_a_space_too_large_to_list_it_ends_when_no_neighbour_is_new(
@@ -381,7 +381,7 @@ def test_a_space_that_can_be_listed_is_searched_to_its_last_policy(
     measurer = ScriptedMeasurer(layers=SMALL)
     search = make_search(measurer, BUDGET_BYTES)
 
-    assert search.run() == "all 5 policies of the search space measured"
+    assert search.run() == "all 5 policies of the search space tried"
     assert len(measurer.order) == 7
 
 
@@ -402,7 +402,7 @@ def regrets(
     for seed in seeds:
         measurer = make(seed=seed)
         budget_bytes = 110 * MIB
-        search = make_search(measurer, budget_bytes, trials=11, sampler=sampler, seed=seed)
+        search = make_search(measurer, budget_bytes, trials=8, sampler=sampler, seed=seed)
         policies = [search.space.policy_for(a) for a in search.space.assignments()]
         optimum = min(
             measurer.step_seconds(p) for p in policies if measurer.peak_bytes(p) <= budget_bytes
@@ -423,9 +423,9 @@ def test_the_gaussian_process_comes_nearer_to_the_optimum_than_chance() -> None:
     chance = regrets(RANDOM, range(8), make)
     process = regrets(SamplerName.GP, range(2), make)
 
-    assert max(process) < 0.01, process
+    assert max(process) < 0.03, process
     assert statistics.median(process) < statistics.median(chance), (process, chance)
-    assert sum(regret < 0.01 for regret in chance) <= len(chance) // 2, chance
+    assert sum(regret < 0.03 for regret in chance) <= len(chance) // 2, chance
 
 
 # --- interruptions --------------------------------------------------------------------------------
@@ -550,7 +550,7 @@ def test_convolution_networks_are_searched_as_well() -> None:
 
     # Two classes (batch norm cannot be saved) and five counts: 2 * 2 * 5 and none.
     assert search.run() in (
-        "all 21 policies of the search space measured",
+        "all 21 policies of the search space tried",
         "no gain beyond the noise in the last 10 trials",
     )
     assert rank(search.store.candidates(), 90 * MIB)

@@ -113,6 +113,16 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     assert by_name["none"].step_seconds is None
 
 
+@pytest.mark.parametrize("root", ["a b", "50%25", "what?", "a#b", "ä@host:c"])
+def test_a_path_may_have_any_letters(tmp_path: Path, root: str) -> None:
+    (tmp_path / root).mkdir()
+    store = copied(tmp_path / root)
+    store.write("winner", "x")
+
+    assert open_study(store.folder).winner == "x"
+    assert [path.name for path in tmp_path.iterdir()] == [root]
+
+
 def test_trials_come_back_as_the_search_knew_them(tmp_path: Path) -> None:
     measurer = ScriptedMeasurer(layers=LAYERS, noise_fraction=0.01, device_bytes=105 * MIB)
     store = copied(tmp_path)

@@ -246,7 +246,7 @@ def test_a_file_that_is_no_policy_is_wrong_usage(place: Place, client: WorkerCli
     ("action", "kind", "message"),
     [
         ("exit", FailureKind.CRASH, "exit code 3; .*worker.log ends with: .*last words"),
-        ("segfault", FailureKind.CRASH, "killed by SIGSEGV; "),
+        ("segfault", FailureKind.CRASH, "killed by SIGSEGV; .*worker.log ends with: .*in act"),
         ("fork", FailureKind.CRASH, "exit code 5; "),
         ("babble", FailureKind.CRASH, "its answer made no sense"),
     ],

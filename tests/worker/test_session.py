@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from sac_search import device as devices
-from sac_search import records
+from sac_search import measure, records
 from sac_search.device import Clock
 from sac_search.errors import UsageError, WorkloadError, WorkloadNotFound
+from sac_search.forecaster import Forecaster, PlanRequest
 from sac_search.policy import NO_CHECKPOINTING, checkpoint_layers
 from sac_search.records import FailureKind, Outcome
 from sac_search.worker.__main__ import _Server
@@ -236,6 +237,7 @@ def test_a_description_is_whole_after_the_way_to_the_parent() -> None:
 
 def test_a_crowded_accelerator_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     session = session_of()
+    session.describe()
     session._device = torch.device("cuda", 0)
     memory = torch.accelerator.memory
     monkeypatch.setattr(devices, "device_memory", lambda device: (2 * 2**30, 10 * 2**30))
@@ -287,6 +289,17 @@ def test_a_verification_that_fails_for_another_reason_is_not_tried_again() -> No
     assert failure is not None
     assert failure.kind is FailureKind.USER_ERROR
     assert all(p.grad is None for p in session._workload.parameters())
+
+
+def test_a_plan_that_fails_is_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = session_of()
+    session.describe()
+
+    def broken(self: Forecaster, request: PlanRequest) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(Forecaster, "plan", broken)
+    assert session.plan(PlanRequest(budgets_bytes=(2**30,))) == []
 
 
 MODULE = """
@@ -353,6 +366,8 @@ def test_a_session_whose_device_is_broken_is_not_healthy(monkeypatch: pytest.Mon
     session = session_of(loss_fn)
     loss_fn.armed = True
     monkeypatch.setattr(devices, "free_cached_memory", broken)
+    monkeypatch.setattr(measure, "free_cached_memory", broken)
+    assert session.measure(FULL).failure is not None
     failure = session.verify(FULL).failure
     assert failure is not None
     assert "CUDA error: device-side assert" in failure.message
