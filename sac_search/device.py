@@ -242,7 +242,8 @@ def mark_phase(phase: Phase) -> None:
 
 
 @contextlib.contextmanager
-def _listening(listener: Callable[[Phase], None]) -> Iterator[None]:
+def listening_to_phases(listener: Callable[[Phase], None]) -> Iterator[None]:
+    """Tells `listener` of every phase that `mark_phase` is called with, inside the block."""
     _phase_listeners.append(listener)
     try:
         yield
@@ -273,7 +274,7 @@ def _read_accelerator_peak(
         current = next_phase or current
 
     memory.reset_peak_memory_stats(device)
-    with _listening(close_phase):
+    with listening_to_phases(close_phase):
         run_step()
     synchronize(device)
     close_phase(None)
@@ -308,7 +309,7 @@ def _read_cpu_peak(
         resident_bytes = sum(size for storage, size in residents if not storage.expired())
         with record_function(_PHASE_PREFIX + "START"):
             pass
-        with _listening(mark):
+        with listening_to_phases(mark):
             run_step()
     kineto_events = profiled.profiler.kineto_results.events()
     events = [
@@ -336,6 +337,13 @@ def _sum_events(events: list[tuple[int, str, int]], resident_bytes: int) -> dict
         if started:
             peaks[current] = max(live_bytes, peaks.get(current, 0))
     return peaks
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """Returns the bytes in live tensors on `device`."""
+    if device.type == "cpu":
+        return live_tensor_bytes(device)
+    return int(torch.accelerator.memory.memory_allocated(device))
 
 
 def live_tensor_bytes(device: torch.device) -> int:

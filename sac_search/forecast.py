@@ -23,8 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sac_search import policy_runtime
 from sac_search.apply import PolicyModule, applied
-from sac_search.device import _listening as listening_to_phases
-from sac_search.device import phases_marked
+from sac_search.device import allocated_bytes, listening_to_phases, phases_marked
 from sac_search.policy import Policy
 from sac_search.policy_runtime import site_of
 from sac_search.records import Phase
@@ -71,12 +70,14 @@ def forecast_step(
     workspaces: Mapping[WorkspaceKey, int] | None = None,
     values: Sequence[Any] = (),
     layer_names: tuple[str, ...] = (),
+    foreign_bytes: int = 0,
 ) -> Forecast:
     """Returns what one step under `policy` would need.
 
     The optimizer's state must exist already. The model, optimizer and batch hold fake tensors while
     this runs and are as they were afterwards. `values` are those that a real step read in its
-    forward (see `record_values`), handed out again in the same order.
+    forward (see `record_values`), handed out again in the same order. `foreign_bytes` are those of
+    tensors that belong to neither model, optimizer nor batch but are there all the same.
 
     Raises:
         CannotForecast: the step reads values that are not known.
@@ -87,6 +88,7 @@ def forecast_step(
     with _faked(workload, mode) as fake, _seen_as_real():
         for tensor in fake.tensors:
             tracker.note(tensor)
+        tracker.live_bytes += foreign_bytes
         resident_bytes = tracker.live_bytes
         try:
             with (
@@ -301,6 +303,20 @@ def _current_node() -> object:
         return None
     node = torch._C._current_autograd_node()
     return None if node is None else (node.name(), node._sequence_nr())
+
+
+def foreign_tensor_bytes(workload: Workload, device: torch.device) -> int:
+    """Returns the bytes on `device` in tensors that are not the workload's, between two steps."""
+    own: list[Any] = [*workload.parameters(), *workload.model.buffers()]
+    if workload.optimizer is not None:
+        own += pytree.tree_leaves(list(workload.optimizer.state.values()))
+    own += [] if callable(workload.batch) else pytree.tree_leaves(workload.batch)
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in own
+        if isinstance(tensor, torch.Tensor) and tensor.device.type == device.type
+    }
+    return max(0, allocated_bytes(device) - sum(storages.values()))
 
 
 # --- fake tensors in the place of real ones -------------------------------------------------------

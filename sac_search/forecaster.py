@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from sac_search.apply import PolicyModule, applied
-from sac_search.forecast import Forecast, forecast_step, record_values
+from sac_search.forecast import Forecast, forecast_step, foreign_tensor_bytes, record_values
 from sac_search.policy import Policy, checkpoint_layers
 from sac_search.profile import Profile, build_profile, plan_policy, rescaled
 from sac_search.trace import LayerTrace
@@ -68,6 +68,7 @@ class Forecaster:
                 workload.run_loss()
             self._values = tuple(values)
             self._workspaces = learn_workspaces(workload.run_step, device)
+        self._foreign_bytes = foreign_tensor_bytes(workload, device)
         self._profile: Profile | None = None
         self.full = self.forecast(full)
 
@@ -83,6 +84,7 @@ class Forecaster:
             workspaces=self._workspaces,
             values=self._values,
             layer_names=self._names,
+            foreign_bytes=self._foreign_bytes,
         )
 
     def plan(self, request: PlanRequest) -> list[Planned]:

@@ -60,9 +60,12 @@ class Problem:
     """The forward phase's peak, less what all layers keep."""
     loss_bytes: int
     """The loss phase's peak, less what all layers keep."""
+    backward_start_bytes: int
+    """The peak at the last layer's backward, which is the first to run, less its activations and
+    what the other layers keep."""
     backward_bytes: int
-    """The peak at a layer's backward, less what earlier layers keep, its activations, and the
-    gradients of later layers."""
+    """The peak at any other layer's backward, less its activations, what earlier layers keep, and
+    the gradients of later layers."""
     fixed_bytes: int
     """The peak of the phases that no layer changes: gradient clipping and the optimizer."""
 
@@ -109,23 +112,28 @@ def lower_bound(problem: Problem, budget_bytes: int) -> float | None:
 
 def peak_of(problem: Problem, options: Sequence[int]) -> int:
     """Returns the peak of a choice of options, one per layer in the order in which they run."""
-    saved = [_option(problem, i, o).saved_bytes for i, o in enumerate(options)]
-    total_bytes = sum(saved)
-    peaks = [
+    total_bytes = sum(_option(problem, i, o).saved_bytes for i, o in enumerate(options))
+    inner_rows, start_row = _backward_rows(problem, options)
+    return max(
         problem.fixed_bytes,
         problem.forward_bytes + total_bytes,
         problem.loss_bytes + total_bytes,
-    ]
+        problem.backward_start_bytes + start_row,
+        *(problem.backward_bytes + row for row in inner_rows),
+    )
+
+
+def _backward_rows(problem: Problem, options: Sequence[int]) -> tuple[list[int], int]:
+    """Returns what moves at each layer's backward, and of those the last layer's apart."""
+    rows = []
     earlier_bytes = 0
-    later_gradients = sum(_kind(problem, i).gradient_bytes for i in range(len(saved)))
-    for index, kept_bytes in enumerate(saved):
+    later_gradients = sum(_kind(problem, i).gradient_bytes for i in range(len(options)))
+    for index, option in enumerate(options):
         kind = _kind(problem, index)
         later_gradients -= kind.gradient_bytes
-        peaks.append(
-            problem.backward_bytes + earlier_bytes + kind.activation_bytes + later_gradients
-        )
-        earlier_bytes += kept_bytes
-    return max(peaks)
+        rows.append(earlier_bytes + kind.activation_bytes + later_gradients)
+        earlier_bytes += kind.options[option].saved_bytes
+    return rows[:-1], rows[-1]
 
 
 def overhead_of(problem: Problem, options: Sequence[int]) -> float:
@@ -247,7 +255,7 @@ class _Model:
             [
                 problem.forward_bytes,
                 problem.loss_bytes,
-                problem.backward_bytes + last.activation_bytes,
+                problem.backward_start_bytes + last.activation_bytes,
             ]
         )
         return rows, (budget_bytes - taken) / _MEBIBYTE
@@ -376,13 +384,18 @@ def with_phase_peaks(
 
     The arguments are a plan's peaks per phase, in bytes, from a dry run.
     """
-    saved = [_option(problem, i, o).saved_bytes for i, o in enumerate(plan.options)]
-    uncorrected = replace(problem, forward_bytes=0, loss_bytes=0, fixed_bytes=0)
-    backward_rows = peak_of(replace(uncorrected, backward_bytes=2**50), plan.options) - 2**50
+    total_bytes = sum(_option(problem, i, o).saved_bytes for i, o in enumerate(plan.options))
+    inner_rows, start_row = _backward_rows(problem, plan.options)
+    start = problem.backward_start_bytes + start_row
+    inner = max((problem.backward_bytes + row for row in inner_rows), default=start)
+    # One of the two rows holds the peak: the larger one. Neither may be above it.
+    start = backward if start >= inner else min(start, backward)
+    inner = backward if inner >= start else min(inner, backward)
     return replace(
         problem,
-        forward_bytes=forward - sum(saved),
-        loss_bytes=loss - sum(saved),
-        backward_bytes=backward - backward_rows,
+        forward_bytes=forward - total_bytes,
+        loss_bytes=loss - total_bytes,
+        backward_start_bytes=start - start_row,
+        backward_bytes=inner - max(inner_rows, default=0),
         fixed_bytes=fixed,
     )

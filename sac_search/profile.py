@@ -46,9 +46,10 @@ from sac_search.trace import LayerTrace
 
 # Save sets are enumerated over this many decisions of a kind at most, those that cost most time.
 _MOST_DECISIONS = 14
-# A plan is dry-run and its rows corrected until the two peaks agree this well.
-_AGREEMENT = 0.005
-_MOST_CORRECTIONS = 5
+# How often a plan for one budget is dry-run and corrected.
+_MOST_DRY_RUNS = 8
+# How far over the budget, by its rows, a plan may be and still be worth a dry run.
+_OPTIMISM = 0.02
 
 Forecaster = Callable[[Policy], Forecast]
 
@@ -156,11 +157,13 @@ def build_profile(
         order=order,
         forward_bytes=0,
         loss_bytes=0,
+        backward_start_bytes=0,
         backward_bytes=0,
         fixed_bytes=0,
     )
-    everything = Plan(options=(1,) * len(order), overhead_seconds=0.0, peak_bytes=0)
-    problem = _corrected(empty, everything, plain)
+    # With nothing checkpointed the first backward holds the peak, with everything an inner one may.
+    problem = _corrected(empty, _every_layer(order, 0), alone)
+    problem = _corrected(replace(problem, backward_bytes=2**50), _every_layer(order, 1), plain)
     return Profile(layers=names, kinds=tuple(options), problem=problem)
 
 
@@ -169,32 +172,37 @@ def plan_policy(
 ) -> PlannedPolicy | None:
     """Returns the fastest policy whose dry run stays under the budget, or None if none does.
 
-    The rows are corrected by the dry run of each plan until they agree with it.
+    Every plan is dry-run, and the rows corrected so that they give the peak that it really has.
     """
     problem = profile.problem
-    best: PlannedPolicy | None = None
-    for _ in range(_MOST_CORRECTIONS):
-        plan = solve(problem, budget_bytes, tiers=tiers)
-        if plan is None:
-            return best
+    best: tuple[Plan, Policy, Forecast] | None = None
+    tried: set[tuple[int, ...]] = set()
+    for _ in range(_MOST_DRY_RUNS):
+        # Rows may say too much as well as too little: once something fits, a plan a little over
+        # the budget by the rows is tried, and kept if its dry run is under it.
+        limit = budget_bytes if best is None else round(budget_bytes * (1 + _OPTIMISM))
+        plan = solve(problem, limit, tiers=tiers)
+        if plan is None or plan.options in tried:
+            break
+        if best is not None and plan.overhead_seconds >= best[0].overhead_seconds:
+            break
+        tried.add(plan.options)
         policy = policy_of(profile, plan.options)
         dry = forecast(policy)
-        if dry.peak_bytes <= budget_bytes and (
-            best is None or plan.overhead_seconds < best.overhead_seconds
-        ):
-            best = PlannedPolicy(
-                policy=policy,
-                overhead_seconds=plan.overhead_seconds,
-                forecast=dry,
-                bound_seconds=lower_bound(problem, budget_bytes),
-            )
-        if abs(dry.peak_bytes - plan.peak_bytes) <= _AGREEMENT * dry.peak_bytes:
-            if dry.peak_bytes <= budget_bytes:
-                return best
-            # They agree as well as they will; the last bytes have to come off the budget.
-            budget_bytes -= dry.peak_bytes - budget_bytes
         problem = _corrected(problem, plan, dry)
-    return best
+        if dry.peak_bytes <= budget_bytes:
+            best = (plan, policy, dry)
+        elif best is not None:
+            break
+    if best is None:
+        return None
+    plan, policy, dry = best
+    return PlannedPolicy(
+        policy=policy,
+        overhead_seconds=plan.overhead_seconds,
+        forecast=dry,
+        bound_seconds=lower_bound(problem, budget_bytes),
+    )
 
 
 def policy_of(profile: Profile, options: Sequence[int]) -> Policy:
@@ -209,6 +217,10 @@ def policy_of(profile: Profile, options: Sequence[int]) -> Policy:
             tiers.append(tier)
         chosen.append(LayerChoice(name=name, tier=tiers.index(tier)))
     return Policy(tiers=tuple(tiers), layers=tuple(chosen))
+
+
+def _every_layer(order: Sequence[int], option: int) -> Plan:
+    return Plan(options=(option,) * len(order), overhead_seconds=0.0, peak_bytes=0)
 
 
 def _corrected(problem: Problem, plan: Plan, dry: Forecast) -> Problem:

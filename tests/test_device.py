@@ -395,7 +395,7 @@ def test_marks_are_gone_afterwards_even_after_an_error() -> None:
     assert torch.autograd.backward is backward
     assert not model._forward_hooks and not model._forward_pre_hooks
     heard: list[Phase] = []
-    with devices._listening(heard.append):
+    with devices.listening_to_phases(heard.append):
         model(torch.ones(1)).sum().backward()
         torch.optim.SGD(model.parameters(), lr=0.1).step()
     assert heard == []
@@ -404,7 +404,7 @@ def test_marks_are_gone_afterwards_even_after_an_error() -> None:
 def test_phases_in_the_order_of_a_step() -> None:
     workload = hungry_workload()
     heard: list[Phase] = []
-    with phases_marked(workload.model), devices._listening(heard.append):
+    with phases_marked(workload.model), devices.listening_to_phases(heard.append):
         workload.run_step()
     assert heard == list(Phase)
 

@@ -10,7 +10,12 @@ from torch import nn
 
 from sac_search.apply import applied
 from sac_search.device import Clock
-from sac_search.forecast import CannotForecast, forecast_step, record_values
+from sac_search.forecast import (
+    CannotForecast,
+    forecast_step,
+    foreign_tensor_bytes,
+    record_values,
+)
 from sac_search.measure import StepMeter
 from sac_search.policy import NO_CHECKPOINTING, Policy, Tier, checkpoint_layers
 from sac_search.workload import Workload
@@ -132,7 +137,12 @@ def test_forecast_is_the_measured_peak(make: Callable[[], Workload]) -> None:
         workspaces = learn_workspaces(workload.run_step, CPU)
     for name, policy in policies().items():
         reading = meter._read_peak(policy)
-        forecast = forecast_step(workload, policy, workspaces=workspaces)
+        forecast = forecast_step(
+            workload,
+            policy,
+            workspaces=workspaces,
+            foreign_bytes=foreign_tensor_bytes(workload, CPU),
+        )
         assert forecast.peak_bytes == pytest.approx(reading.allocated_bytes, rel=0.002), name
         assert forecast.peak_phase == reading.peak_phase, name
 
@@ -173,7 +183,12 @@ def test_values_read_in_forward_are_handed_out_again() -> None:
     assert values == [True, True, True]
     meter = StepMeter(workload=workload, device=CPU, clock=Clock.CPU, steps=1)
     reading = meter._read_peak(NO_CHECKPOINTING)
-    forecast = forecast_step(workload, NO_CHECKPOINTING, values=values)
+    forecast = forecast_step(
+        workload,
+        NO_CHECKPOINTING,
+        values=values,
+        foreign_bytes=foreign_tensor_bytes(workload, CPU),
+    )
     assert forecast.peak_bytes == pytest.approx(reading.allocated_bytes, rel=0.002)
 
 
@@ -202,3 +217,14 @@ def test_model_far_larger_than_memory() -> None:
     forecast = forecast_step(workload, checkpoint_layers([str(i) for i in range(64)]))
     parameter_bytes = 4 * sum(p.numel() for p in model.parameters())
     assert forecast.peak_bytes > 2 * parameter_bytes > 400 * 2**30
+
+
+def test_tensors_that_nobody_knows_count_as_well() -> None:
+    workload = mlp()
+    workload.run_step()
+    before = foreign_tensor_bytes(workload, CPU)
+    kept = torch.zeros(1000)
+    assert foreign_tensor_bytes(workload, CPU) == before + kept.nbytes
+    plain = forecast_step(workload, NO_CHECKPOINTING)
+    more = forecast_step(workload, NO_CHECKPOINTING, foreign_bytes=4000)
+    assert more.peak_bytes == plain.peak_bytes + 4000

@@ -54,7 +54,13 @@ def problems(draw: st.DrawFn) -> Problem:
     order = sorted(draw(st.lists(st.integers(0, len(found) - 1), min_size=1, max_size=5)))
     sizes = {
         name: draw(st.integers(5, 60)) * MIB
-        for name in ("forward_bytes", "loss_bytes", "backward_bytes", "fixed_bytes")
+        for name in (
+            "forward_bytes",
+            "loss_bytes",
+            "backward_start_bytes",
+            "backward_bytes",
+            "fixed_bytes",
+        )
     }
     return Problem(kinds=tuple(found), order=tuple(order), **sizes)
 
@@ -137,6 +143,7 @@ def _large_problem(layers: int, options: int) -> Problem:
         order=tuple(index * 2 // layers for index in range(layers)),
         forward_bytes=1000 * MIB,
         loss_bytes=2000 * MIB,
+        backward_start_bytes=1000 * MIB,
         backward_bytes=1000 * MIB,
         fixed_bytes=1000 * MIB,
     )
@@ -165,6 +172,7 @@ def test_alternating_kinds_keep_the_budget() -> None:
         order=(0, 1) * 12,
         forward_bytes=0,
         loss_bytes=0,
+        backward_start_bytes=100 * MIB,
         backward_bytes=100 * MIB,
         fixed_bytes=0,
     )
@@ -189,6 +197,7 @@ def test_the_last_layer_is_free_to_leave_alone() -> None:
         order=(0, 0, 0, 0),
         forward_bytes=0,
         loss_bytes=0,
+        backward_start_bytes=0,
         backward_bytes=0,
         fixed_bytes=0,
     )

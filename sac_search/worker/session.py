@@ -104,7 +104,7 @@ class Session:
         self._layers = self._find_layers()
         self._full = checkpoint_layers(layer.name for layer in self._layers)
         self._reference_name = self._run_first_step()
-        self._resident_bytes = self._live_bytes()
+        self._resident_bytes = devices.allocated_bytes(self._device)
         self._forecaster: Forecaster | None = None
         self._forecast_problem: str | None = None
 
@@ -186,7 +186,7 @@ class Session:
             return False
         try:
             devices.free_cached_memory(self._device)
-            return self._live_bytes() <= self._resident_bytes * 1.02 + 2**24
+            return devices.allocated_bytes(self._device) <= self._resident_bytes * 1.02 + 2**24
         except Exception:
             return False
 
@@ -237,11 +237,6 @@ class Session:
         failure = outcome.failure
         self._diverged |= failure is not None and failure.kind is FailureKind.NON_FINITE_LOSS
         return outcome
-
-    def _live_bytes(self) -> int:
-        if self._device.type == "cpu":
-            return devices.live_tensor_bytes(self._device)
-        return int(torch.accelerator.memory.memory_allocated(self._device))
 
     def _find_layers(self) -> list[Layer]:
         patterns = self._settings.layers or self._workload.layers

@@ -219,6 +219,19 @@ def test_a_search_in_which_all_is_ruled_out_ends(monkeypatch: pytest.MonkeyPatch
     assert rank(search.store.candidates(), 70 * MIB) == []
 
 
+def test_only_proposals_in_a_row_count_as_ruled_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run() -> tuple[str, int]:
+        measurer = ScriptedMeasurer(forecast_factor=1.0)
+        search = make_search(measurer, BUDGET_BYTES, trials=6, sampler=RANDOM)
+        return search.run(), sum(c.is_ruled_out for c in search.store.candidates())
+
+    reason, in_total = run()
+    assert in_total > 1
+    monkeypatch.setattr(search_module, "_PATIENCE_WITH_RULED_OUT", in_total)
+
+    assert run() == (reason, in_total) == ("6 trials measured (--trials 6)", in_total)
+
+
 def test_a_space_is_searched_to_its_end_by_measuring_and_ruling_out() -> None:
     layers = make_layers(2, [make_op("aten.mm.default", milliseconds=5, mib=20)])
     measurer = ScriptedMeasurer(layers=layers, forecast_factor=1.0)

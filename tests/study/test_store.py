@@ -11,6 +11,7 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -320,6 +321,19 @@ def test_a_locked_database_is_named_and_left_alone(
 
     assert open_study(tmp_path / "gpt").budget_bytes == BUDGET_BYTES
     assert search.run()
+
+
+def test_a_database_that_is_locked_for_a_moment_is_waited_for(tmp_path: Path) -> None:
+    store = copied(tmp_path)
+    other = sqlite3.connect(store.path, isolation_level=None, check_same_thread=False)
+    with contextlib.closing(other):
+        other.execute("begin exclusive")
+        release = threading.Timer(0.3, other.execute, ["rollback"])
+        release.start()
+        store.write("winner", "x")
+        release.join()
+
+    assert open_study(tmp_path / "gpt").winner == "x"
 
 
 @contextlib.contextmanager
