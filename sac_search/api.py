@@ -42,6 +42,7 @@ from sac_search.study.store import (
     check_same,
     create_study,
     held,
+    make_folder,
     newest_folder,
     open_study,
     unused_folder,
@@ -179,9 +180,11 @@ def search_spec(spec: str, options: SearchOptions, listener: Listener) -> Search
     """Searches the workload that `spec` names, in a worker process."""
     name = _study_name(options, default_study_name(spec, options.budget_gb))
     require_file(spec)
+    folder = _study_folder(name, options)
+    make_folder(folder)
     with WorkerClient(
         session_settings(spec, options),
-        _study_folder(name, options) / LOG_FILE,
+        folder / LOG_FILE,
         trial_timeout_seconds=options.trial_timeout_seconds,
     ) as client:
         return run_search(client, name, options, listener)

@@ -162,8 +162,15 @@ def build_profile(
         fixed_bytes=0,
     )
     # With nothing checkpointed the first backward holds the peak, with everything an inner one may.
-    problem = _corrected(empty, _every_layer(order, 0), alone)
-    problem = _corrected(replace(problem, backward_bytes=2**50), _every_layer(order, 1), plain)
+    start = _corrected(empty, _every_layer(order, 0), alone)
+    both = _corrected(replace(start, backward_bytes=2**50), _every_layer(order, 1), plain)
+    # The forward of a layer needs more than it keeps, how much more is its tier's own. What is too
+    # little here is put right by the dry runs; what is too much would hide good plans from them.
+    problem = replace(
+        both,
+        forward_bytes=min(start.forward_bytes, both.forward_bytes),
+        loss_bytes=min(start.loss_bytes, both.loss_bytes),
+    )
     return Profile(layers=names, kinds=tuple(options), problem=problem)
 
 
@@ -177,11 +184,9 @@ def plan_policy(
     problem = profile.problem
     best: tuple[Plan, Policy, Forecast] | None = None
     tried: set[tuple[int, ...]] = set()
+    optimism = 0.0
     for _ in range(_MOST_DRY_RUNS):
-        # Rows may say too much as well as too little: once something fits, a plan a little over
-        # the budget by the rows is tried, and kept if its dry run is under it.
-        limit = budget_bytes if best is None else round(budget_bytes * (1 + _OPTIMISM))
-        plan = solve(problem, limit, tiers=tiers)
+        plan = solve(problem, round(budget_bytes * (1 + optimism)), tiers=tiers)
         if plan is None or plan.options in tried:
             break
         if best is not None and plan.overhead_seconds >= best[0].overhead_seconds:
@@ -190,10 +195,12 @@ def plan_policy(
         policy = policy_of(profile, plan.options)
         dry = forecast(policy)
         problem = _corrected(problem, plan, dry)
+        # Rows may say too much as well as too little: once something fits, a plan a little over
+        # the budget by the rows is tried, and kept if its dry run is under it.
+        optimism = 0.0
         if dry.peak_bytes <= budget_bytes:
             best = (plan, policy, dry)
-        elif best is not None:
-            break
+            optimism = _OPTIMISM
     if best is None:
         return None
     plan, policy, dry = best

@@ -28,9 +28,16 @@ from sac_search.api import (
     load_result,
     render_policy,
     run_search,
+    search_spec,
 )
 from sac_search.device import Clock
-from sac_search.errors import NoPolicyFits, StudyNotFound, UsageError, WorkloadError
+from sac_search.errors import (
+    NoPolicyFits,
+    StudyFileError,
+    StudyNotFound,
+    UsageError,
+    WorkloadError,
+)
 from sac_search.policy import Policy
 from sac_search.records import SCHEMA_VERSION, FailureKind, Outcome, Phase
 from sac_search.space import LayerChoiceMode
@@ -536,6 +543,18 @@ def test_options_from_python_are_checked(options: dict[str, Any], message: str) 
 )
 def test_names_of_studies_are_made_safe(name: str, folder: str) -> None:
     assert api._safe_name(name) == folder
+
+
+@pytest.mark.parametrize(("root", "study"), [("a file", "gpt"), ("studies", "x" * 300)])
+def test_a_folder_that_cannot_be_made_is_named_before_anything_is_loaded(
+    tmp_path: Path, root: str, study: str
+) -> None:
+    (tmp_path / "a file").touch()
+    (tmp_path / "train.py").write_text("raise SystemExit('loaded')")
+    options = SearchOptions(budget_gb=1, root=tmp_path / root, study=study)
+
+    with pytest.raises(StudyFileError, match=rf"{root}/{study}/study\.db: "):
+        search_spec(str(tmp_path / "train.py"), options, Listener())
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "..."])

@@ -80,12 +80,16 @@ def rank(candidates: Iterable[Candidate], budget_bytes: int) -> list[Candidate]:
     return ranked
 
 
+# On a noisy machine nearly everything is within the noise; a larger gap than this is believed.
+_LARGEST_TIE_FRACTION = 0.01
+
+
 def _within_noise(candidate: Candidate, fastest: Candidate) -> bool:
     assert candidate.measurement is not None and fastest.measurement is not None
     noise = 2 * math.hypot(
         candidate.measurement.step_noise_fraction, fastest.measurement.step_noise_fraction
     )
-    return _seconds(candidate) <= _seconds(fastest) * (1 + noise)
+    return _seconds(candidate) <= _seconds(fastest) * (1 + min(noise, _LARGEST_TIE_FRACTION))
 
 
 def _seconds(candidate: Candidate) -> float:

@@ -274,8 +274,8 @@ def create_study(
         StudyFileError: the file cannot be written.
     """
     path = folder / DATABASE_NAME
+    make_folder(folder)
     with _errors_named(path):
-        folder.mkdir(parents=True, exist_ok=True)
         study = optuna.create_study(
             storage=_storage(path),
             study_name=folder.name,
@@ -382,6 +382,16 @@ def unused_folder(root: Path, name: str) -> Path:
     return root / f"{name}-{max(taken) + 1}"
 
 
+def make_folder(folder: Path) -> None:
+    """Makes the folder of a study, if it is not there.
+
+    Raises:
+        StudyFileError: it cannot be made.
+    """
+    with _errors_named(folder / DATABASE_NAME):
+        folder.mkdir(parents=True, exist_ok=True)
+
+
 @contextlib.contextmanager
 def held(folder: Path) -> Iterator[None]:
     """Holds the study in `folder` for one search; the system lets go of it if that is killed.
@@ -392,8 +402,8 @@ def held(folder: Path) -> Iterator[None]:
         StudyError: another search holds it.
         StudyFileError: the folder cannot be written.
     """
+    make_folder(folder)
     with _errors_named(folder / DATABASE_NAME):
-        folder.mkdir(parents=True, exist_ok=True)
         # Not the database itself: closing a second handle of that would end SQLite's own locks.
         handle = os.open(folder / _LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o666)
     try:

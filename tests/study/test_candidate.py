@@ -32,15 +32,21 @@ def test_the_faster_is_better_when_the_difference_is_beyond_the_noise() -> None:
 
 def test_inside_the_noise_the_lower_peak_is_better() -> None:
     fast = make_candidate("fast", policy=PLAIN, seconds=1.0, peak_bytes=900, noise=0.01)
-    lean = make_candidate("lean", policy=SAVING_MORE, seconds=1.028, peak_bytes=100, noise=0.01)
+    lean = make_candidate("lean", policy=SAVING_MORE, seconds=1.009, peak_bytes=100, noise=0.01)
 
     assert ranked_names(fast, lean) == ["lean", "fast"]
 
 
+def test_noise_does_not_excuse_a_gap_of_more_than_a_hundredth() -> None:
+    fast = make_candidate("fast", policy=PLAIN, seconds=1.0, peak_bytes=900, noise=0.05)
+    lean = make_candidate("lean", policy=SAVING_MORE, seconds=1.011, peak_bytes=100, noise=0.05)
+    assert [c.name for c in rank([fast, lean], 1000)] == ["fast", "lean"]
+
+
 def test_of_equal_peaks_inside_the_noise_the_simpler_is_better() -> None:
     fast = make_candidate("fast", policy=SAVING_MORE, seconds=1.0, noise=0.01)
-    simple = make_candidate("simple", policy=SAVING, seconds=1.01, noise=0.01)
-    simplest = make_candidate("simplest", policy=PLAIN, seconds=1.02, noise=0.01)
+    simple = make_candidate("simple", policy=SAVING, seconds=1.004, noise=0.01)
+    simplest = make_candidate("simplest", policy=PLAIN, seconds=1.008, noise=0.01)
 
     assert ranked_names(fast, simple, simplest) == ["simplest", "simple", "fast"]
 
@@ -144,7 +150,7 @@ def test_every_fitting_candidate_is_ranked_once_and_none_is_beaten(
             noise = 2 * math.hypot(
                 c.measurement.step_noise_fraction, fastest.measurement.step_noise_fraction
             )
-            return c.step_seconds <= fastest.step_seconds * (1 + noise)
+            return c.step_seconds <= fastest.step_seconds * (1 + min(noise, 0.01))
 
         assert alike(chosen)
         assert not any(c.fits(chosen.measurement.peak_bytes - 1) for c in rest if alike(c))

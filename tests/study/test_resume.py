@@ -199,7 +199,7 @@ def wait_for_lines(path: Path, count: int) -> None:
 def test_a_search_that_is_killed_again_and_again_loses_and_repeats_nothing(
     tmp_path: Path,
 ) -> None:
-    log_path, folder, trials = tmp_path / "log", tmp_path / "gpt", 24
+    log_path, folder, trials = tmp_path / "log", tmp_path / "gpt", 30
     log_path.touch()
     generator = random.Random(2024)  # noqa: S311
     script = Path(__file__).with_name("killable.py")
