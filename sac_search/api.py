@@ -47,6 +47,7 @@ from sac_search.study.store import (
     open_study,
     unused_folder,
 )
+from sac_search.study.warmstart import start_from_others
 from sac_search.worker.client import WorkerClient
 from sac_search.worker.session import Description, Session, SessionSettings, Verdict, set_threads
 from sac_search.workload import (
@@ -242,9 +243,13 @@ def _search_study(
     listener: Listener,
     notes: tuple[str, ...],
 ) -> SearchResult:
+    space = build_space(store.layers, options.layer_choice)
+    if not options.fresh:
+        for other in start_from_others(store, options.root, space.decisions):
+            listener.on_note(f"Starting from what study {other!r} measured in this environment.")
     run = Search(
         store=store,
-        space=build_space(store.layers, options.layer_choice),
+        space=space,
         measurer=measurer,
         settings=SearchSettings(
             trials=options.trials,

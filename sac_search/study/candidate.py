@@ -24,6 +24,8 @@ class Candidate:
     """Its step time, drift taken out; None when it failed."""
     is_baseline: bool = False
     """Whether it is one of the policies that people use today."""
+    imported_from: str | None = None
+    """The study that measured it, when that is another one of the same environment."""
 
     @property
     def measurement(self) -> Measurement | None:

@@ -21,9 +21,8 @@ from sac_search.study.candidate import Candidate, drift_free_seconds, rank
 from sac_search.study.measurer import Measurer
 from sac_search.study.sampler import SamplerName, make_sampler, suggest
 from sac_search.study.stopping import WINDOW, has_converged
-from sac_search.study.store import Bound, StudyStore, storage_errors_named
+from sac_search.study.store import CONSTRAINT, Bound, StudyStore, storage_errors_named
 
-CONSTRAINT = "peak_over_budget_gib"
 # A trial without figures is told as this many times the reference step: worse than full
 # checkpointing can be, so that samplers turn away from it.
 _FAILED_STEP_FACTOR = 2.0
@@ -163,8 +162,12 @@ class Search:
         return bool(self._stop_reason)
 
     def trial_candidates(self) -> list[Candidate]:
-        """Returns the candidates beyond the baselines that were measured."""
-        return [c for c in self._known.values() if not (c.is_baseline or c.is_ruled_out)]
+        """Returns the candidates beyond the baselines that this study measured."""
+        return [
+            c
+            for c in self._known.values()
+            if not (c.is_baseline or c.is_ruled_out or c.imported_from is not None)
+        ]
 
     def _plan_budgets(self) -> tuple[int, ...]:
         """Returns the planner's budgets, which are for allocated bytes, as those of a study.
@@ -355,7 +358,8 @@ class Search:
         return False
 
     def _has_converged(self, trials: list[Candidate]) -> bool:
-        before = rank((c for c in self._known.values() if c.is_baseline), self.store.budget_bytes)
+        given = (c for c in self._known.values() if c.is_baseline or c.imported_from is not None)
+        before = rank(given, self.store.budget_bytes)
         best = min((c.step_seconds for c in before if c.step_seconds is not None), default=None)
         history: list[float | None] = []
         noises = []

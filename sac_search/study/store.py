@@ -34,6 +34,8 @@ if sys.platform != "win32":
     import fcntl
 
 DATABASE_NAME = "study.db"
+# The name of the constraint in every trial: at most zero when the policy fits.
+CONSTRAINT = "peak_over_budget_gib"
 _LOCK_NAME = ".lock"
 _LOCK_TIMEOUT_SECONDS = 60
 _REFERENCE_PREFIX = "baseline: "
@@ -76,6 +78,7 @@ class Verified:
 class _Tried:
     policy: Policy
     outcome: Outcome
+    imported_from: str | None = None
 
 
 class StudyStore:
@@ -145,6 +148,11 @@ class StudyStore:
         with _errors_named(self.path):
             self.study.set_user_attr(name, records.to_builtins(value))
 
+    @property
+    def decisions(self) -> dict[str, int] | None:
+        """Names of the search's variables, each with its highest value."""
+        return self._optional("decisions", dict[str, int])
+
     def keep_decisions(self, decisions: Sequence[Decision]) -> None:
         """Makes `decisions` the study's own, once and for all.
 
@@ -152,7 +160,7 @@ class StudyStore:
             StudyError: it has others; a sampler cannot learn from trials of another space.
         """
         wanted = {decision.name: decision.highest for decision in decisions}
-        known = self._optional("decisions", dict[str, int])
+        known = self.decisions
         if known is None:
             self.write("decisions", wanted)
         elif known != wanted:
@@ -176,18 +184,22 @@ class StudyStore:
         """Stores a baseline that is no point of the search space."""
         self._write_tried(_REFERENCE_PREFIX + name, policy, outcome)
 
-    def write_plan(self, name: str, policy: Policy, outcome: Outcome) -> None:
+    def write_plan(
+        self, name: str, policy: Policy, outcome: Outcome, *, imported_from: str | None = None
+    ) -> None:
         """Stores a measured plan, which may be no point of the search space."""
-        self._write_tried(_PLAN_PREFIX + name, policy, outcome)
+        self._write_tried(_PLAN_PREFIX + name, policy, outcome, imported_from)
 
     def keep_anchor(self, outcome: Outcome) -> None:
         """Makes the first reference steps that were measured the anchor of all step times."""
         if self.anchor_seconds is None and outcome.measurement is not None:
             self.write("anchor_seconds", outcome.measurement.reference_seconds)
 
-    def _write_tried(self, name: str, policy: Policy, outcome: Outcome) -> None:
+    def _write_tried(
+        self, name: str, policy: Policy, outcome: Outcome, imported_from: str | None = None
+    ) -> None:
         self.keep_anchor(outcome)
-        self.write(name, {"policy": policy, "outcome": outcome})
+        self.write(name, {"policy": policy, "outcome": outcome, "imported_from": imported_from})
 
     @property
     def bound(self) -> Bound | None:
@@ -210,12 +222,13 @@ class StudyStore:
                 plan = self._candidate(self._decode(stored, _Tried), short_name, False)
                 found.setdefault(plan.policy.key, plan)
         for trial in trials:
-            candidate = self._trial_candidate(trial)
+            candidate = self.trial_candidate(trial)
             if candidate is not None:
                 found.setdefault(candidate.policy.key, candidate)
         return list(found.values())
 
-    def _trial_candidate(self, trial: FrozenTrial) -> Candidate | None:
+    def trial_candidate(self, trial: FrozenTrial) -> Candidate | None:
+        """Returns what a trial measured; None when it measured nothing."""
         # A trial that was killed between measuring and telling has its figures and counts as well.
         if "outcome" not in trial.user_attrs:
             return None
@@ -235,6 +248,7 @@ class StudyStore:
                 else None
             ),
             is_baseline=is_baseline,
+            imported_from=tried.imported_from,
         )
 
     def _attribute(self, name: str, value_type: type[T]) -> T:
