@@ -7,6 +7,7 @@ import dataclasses
 import datetime
 import inspect
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import torch
 
 from sac_search import records, units
 from sac_search._version import __version__
-from sac_search.device import Clock
+from sac_search.device import Clock, find_device
 from sac_search.errors import NoPolicyFits, StudyNotFound, UsageError, WorkloadError
 from sac_search.export import render_module, write_whole
 from sac_search.records import Evidence, FailureKind
@@ -48,12 +49,14 @@ from sac_search.study.store import (
     unused_folder,
 )
 from sac_search.study.warmstart import start_from_others
-from sac_search.worker.client import WorkerClient
+from sac_search.worker.client import IN_WORKER, WorkerClient
 from sac_search.worker.session import Description, Session, SessionSettings, Verdict, set_threads
 from sac_search.workload import (
     BUILTIN_SPEC,
     DEFAULT_FACTORY,
+    Factory,
     Workload,
+    build_workload,
     check_workload,
     require_file,
     split_spec,
@@ -122,7 +125,7 @@ class SearchOptions:
     threads: int | None = None
     """CPU threads of torch; one for processor time when None."""
     steps: int = 5
-    """Timed steps per trial."""
+    """Timed steps per trial; twice as many when the best are measured again side by side."""
 
     def __post_init__(self) -> None:
         if not 0 < self.budget_gb < float("inf"):
@@ -166,14 +169,27 @@ def search(
         WorkloadError: the workload itself fails.
         UsageError: an argument cannot be used, or the study is of another environment.
     """
+    if os.environ.get(IN_WORKER):
+        raise UsageError(
+            "search() was called while a worker imported this file to find its workload; put the "
+            "call under if __name__ == '__main__':"
+        )
     settings = _options(budget_gb, options)
     told = listener or _Silence()
     if isinstance(workload, Workload):
+        if settings.device is not None or settings.batch_size is not None:
+            raise UsageError(
+                "device and batch_size are for factories; a Workload is on its device, with its "
+                "batch, already"
+            )
         return _search_here(workload, settings, told)
     spec = workload if isinstance(workload, str) else _spec_of(workload)
     if spec is None:
         assert not isinstance(workload, str)
-        return _search_here(workload(), settings, told)
+        name = getattr(workload, "__qualname__", "the factory")
+        factory = Factory(function=workload, name=name, source_hash="")
+        device = find_device(settings.device) if factory.takes_device else torch.device("cpu")
+        return _search_here(build_workload(factory, device, settings.batch_size), settings, told)
     return search_spec(spec, settings, told)
 
 
@@ -265,11 +281,11 @@ def _search_study(
     interrupted = False
     try:
         reason = _search_until_done(run, listener, options)
-        winner = _finish(store, measurer, listener, interrupted)
+        winner = _finish(store, measurer, listener, options, interrupted)
     except KeyboardInterrupt:
         interrupted, reason = True, "interrupted"
         listener.on_note("Interrupted: verifying and exporting the best so far (again to give up).")
-        winner = _finish(store, measurer, listener, interrupted)
+        winner = _finish(store, measurer, listener, options, interrupted)
     result = make_result(store, winner, reason, interrupted, tuple(notes))
     _write_files(result, store.folder)
     return result
@@ -301,7 +317,13 @@ def _refuse_failing_workload(candidates: list[Candidate]) -> None:
         )
 
 
-def _finish(store: StudyStore, measurer: Measurer, listener: Listener, interrupted: bool) -> Winner:
+def _finish(
+    store: StudyStore,
+    measurer: Measurer,
+    listener: Listener,
+    options: SearchOptions,
+    interrupted: bool,
+) -> Winner:
     candidates = store.candidates()
     none = find_candidate(candidates, NONE)
     if none is not None and none.fits(store.budget_bytes):
@@ -310,7 +332,7 @@ def _finish(store: StudyStore, measurer: Measurer, listener: Listener, interrupt
         ranked = rank(with_confirmed_figures(store, candidates), store.budget_bytes)
     else:
         listener.on_phase("confirm")
-        ranked = confirm(store, measurer, candidates)
+        ranked = confirm(store, measurer, candidates, steps=2 * options.steps)
     listener.on_phase("verify")
 
     def on_verdict(candidate: Candidate, verdict: Verdict) -> None:
@@ -459,13 +481,13 @@ def _write_files(result: SearchResult, folder: Path) -> None:
 # --- names ----------------------------------------------------------------------------------------
 
 
-def default_study_name(spec: str, budget_gb: float) -> str:
-    """Returns the name of a study when the user gives none: workload and budget."""
+def default_study_name(spec: str, budget_gb: float | None = None) -> str:
+    """Returns the name of a study when the user gives none: workload and, if any, budget."""
     location, factory = split_spec(spec)
     stem = "builtin" if spec == BUILTIN_SPEC else Path(location).stem
     if factory != DEFAULT_FACTORY:
         stem = f"{stem}-{factory}"
-    return f"{stem}-{budget_gb:g}gib"
+    return stem if budget_gb is None else f"{stem}-{budget_gb:g}gib"
 
 
 def _study_name(options: SearchOptions, default: str) -> str:

@@ -25,6 +25,7 @@ from sac_search._version import __version__
 from sac_search.device import Clock
 from sac_search.errors import SacSearchError, StudyError, UsageError, WorkloadError
 from sac_search.export import write_whole
+from sac_search.frontier import find_frontier
 from sac_search.report import rows, terminal
 from sac_search.space import LayerChoiceMode
 from sac_search.study.result import SearchResult, to_document
@@ -228,6 +229,58 @@ def trace(
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     console.print()
     console.print(terminal.op_table(rows.op_rows(description.layers)))
+    return 0
+
+
+@app.command
+def frontier(
+    workload: Annotated[str, Parameter(help="train.py or train.py:factory.")] = BUILTIN_SPEC,
+    *,
+    points: Annotated[int, Parameter(help="Budgets, from full checkpointing to none.")] = 12,
+    tiers: Annotated[int, Parameter(help="Save sets per layer kind: 1 or 2.")] = 2,
+    measure: Annotated[
+        bool, Parameter(negative="", help="Measure every policy, side by side.")
+    ] = False,
+    output: Annotated[
+        Path | None,
+        Parameter(name=["--output", "-o"], help="The JSON file; by default under studies/."),
+    ] = None,
+    device: _Device = None,
+    layers: _Layers = None,
+    batch_size: _BatchSize = None,
+    clock: _ClockOption = None,
+    threads: _Threads = None,
+    steps: Annotated[int, Parameter(help="Timed steps.")] = 5,
+    root: _Root = Path("studies"),
+    json_output: _Json = False,
+) -> int:
+    """Show how fast a step can be under each budget: the whole trade-off, forecast or measured."""
+    if points < 2 or tiers not in (1, 2):
+        raise UsageError(
+            f"--points {points} --tiers {tiers}: it takes 2 points or more, 1 or 2 tiers"
+        )
+    options = api.SearchOptions(
+        budget_gb=1,
+        device=_device_for(workload, device),
+        layers=layers,
+        batch_size=batch_size,
+        clock=clock,
+        threads=threads,
+        steps=steps,
+    )
+    with _temporary_client(workload, options) as client:
+        found = find_frontier(client, points=points, tiers=tiers, measure=measure)
+    path = output or root / f"{api.default_study_name(workload)}-frontier.json"
+    text = json.dumps(records.to_builtins(found), indent=1)
+    write_whole(path, text + "\n")
+    if json_output:
+        print_text(text)
+        return 0
+    console = _output()
+    table = terminal.frontier_table(rows.frontier_rows(found), measured=measure)
+    console.print(table)
+    evidence = "measured side by side" if measure else "forecast; add --measure to measure them"
+    print_text(f"The policies are {evidence}. File: {path}")
     return 0
 
 

@@ -83,8 +83,9 @@ def forecast_step(
         CannotForecast: the step reads values that are not known.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    tracker = StorageTracker(workspaces or {}, values)
-    tracker.counts_host = workload.parameters()[0].device.type == "cpu"
+    tracker = StorageTracker(
+        workspaces or {}, values, device_type=workload.parameters()[0].device.type
+    )
     with _faked(workload, mode) as fake, _seen_as_real():
         for tensor in fake.tensors:
             tracker.note(tensor)
@@ -126,14 +127,21 @@ class StorageTracker(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, workspaces: Mapping[WorkspaceKey, int], values: Sequence[Any] = ()) -> None:
+    def __init__(
+        self,
+        workspaces: Mapping[WorkspaceKey, int],
+        values: Sequence[Any] = (),
+        *,
+        device_type: str = "cpu",
+    ) -> None:
         super().__init__()
         self.live_bytes = 0
-        self.counts_host = False
+        self._device_type = device_type
         self.phase_peak_bytes: dict[Phase, int] = {}
         self.layer_bytes: dict[str, LayerBytes] = {}
         self.recomputed: dict[str, collections.Counter[tuple[str, str]]] = {}
         self.running_layer = ""
+        self._growth: collections.Counter[str] = collections.Counter()
         self._workspaces = workspaces
         self._values = values
         self._values_read = 0
@@ -154,11 +162,13 @@ class StorageTracker(TorchDispatchMode):
     def enter_phase(self, phase: Phase) -> None:
         """A phase of the step begins."""
         self._settle()
+        if phase is Phase.BACKWARD:
+            self._growth.clear()
         self._phase = phase
 
     def note(self, value: Any) -> None:
         """Counts the storage of `value`, if it is a tensor that was not seen before."""
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, torch.Tensor) or value.device.type != self._device_type:
             return
         try:
             storage = value.untyped_storage()
@@ -224,10 +234,12 @@ class StorageTracker(TorchDispatchMode):
 
         def leave(module: torch.nn.Module, args: Any, output: Any) -> None:
             before = begun.pop()
-            known = self.layer_bytes.get(name)
+            # A layer that is called again before a backward pass keeps both calls' tensors.
+            self._growth[name] += self.live_bytes - before
+            known = self.layer_bytes.get(name, LayerBytes(saved_bytes=0, forward_peak_bytes=0))
             self.layer_bytes[name] = LayerBytes(
-                saved_bytes=self.live_bytes - before + (known.saved_bytes if known else 0),
-                forward_peak_bytes=self._highest_bytes - before,
+                saved_bytes=max(known.saved_bytes, self._growth[name]),
+                forward_peak_bytes=max(known.forward_peak_bytes, self._highest_bytes - before),
             )
 
         return enter, leave
@@ -415,8 +427,7 @@ def _random_states_noted(tracker: StorageTracker) -> Iterator[None]:
 
     def get_rng_state() -> torch.Tensor:
         state = plain()
-        if tracker.counts_host:
-            tracker.note(state)
+        tracker.note(state)
         return state
 
     torch.get_rng_state = get_rng_state

@@ -5,6 +5,7 @@ Prices are in seconds as traced. They are rescaled by what full checkpointing wa
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ import torch
 
 from sac_search.apply import PolicyModule, applied
 from sac_search.forecast import Forecast, forecast_step, foreign_tensor_bytes, record_values
-from sac_search.policy import Policy, checkpoint_layers
+from sac_search.policy import NO_CHECKPOINTING, Policy, checkpoint_layers
 from sac_search.profile import Profile, build_profile, plan_policy, rescaled
 from sac_search.trace import LayerTrace
 from sac_search.workload import Workload
@@ -21,16 +22,18 @@ from sac_search.workspaces import learn_workspaces
 # What the dispatch modes of a policy cost per op, forward and recompute together, in seconds.
 # Measured on the CPU of a narrow decoder: 20 to 30 microseconds.
 _SECONDS_PER_POLICY_OP = 25e-6
-# The traced seconds may be wrong by this factor; beyond it something else is wrong.
-_LARGEST_RESCALING = 4.0
+# The trace is of one forward pass, and a step may have many; beyond this something is wrong.
+_LARGEST_RESCALING = 64.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
     """Budgets to plan for."""
 
-    budgets_bytes: tuple[int, ...]
+    budgets_bytes: tuple[int, ...] = ()
     """For the highest allocated bytes of a step."""
+    points: int = 0
+    """So many budgets more, evenly from the peak of full checkpointing to that of none."""
     tiers: int = 2
     """Save sets that layers of one kind may have."""
     full_overhead_seconds: float | None = None
@@ -65,9 +68,12 @@ class Forecaster:
         full = checkpoint_layers(self._names)
         with applied(workload.model, full):
             with record_values() as values:
-                workload.run_loss()
+                workload.run_forward()
             self._values = tuple(values)
             self._workspaces = learn_workspaces(workload.run_step, device)
+        # A step that drops gradients at its start leaves them behind; the forecast makes its own.
+        workload.drop_gradients()
+        gc.collect()
         self._foreign_bytes = foreign_tensor_bytes(workload, device)
         self._profile: Profile | None = None
         self.full = self.forecast(full)
@@ -91,7 +97,7 @@ class Forecaster:
         """Returns the fastest policy for each budget, those left out that nothing fits."""
         profile = self._scaled_profile(request.full_overhead_seconds)
         plans = []
-        for budget_bytes in request.budgets_bytes:
+        for budget_bytes in (*request.budgets_bytes, *self.budgets(request.points)):
             plan = plan_policy(profile, budget_bytes, self.forecast, tiers=request.tiers)
             if plan is not None:
                 plans.append(
@@ -104,6 +110,13 @@ class Forecaster:
                     )
                 )
         return plans
+
+    def budgets(self, count: int) -> tuple[int, ...]:
+        """Returns `count` budgets, evenly from the peak of full checkpointing to that of none."""
+        low = self.full.peak_bytes
+        high = self.forecast(NO_CHECKPOINTING).peak_bytes
+        steps = max(1, count - 1)
+        return tuple(round(low + step * (high - low) / steps) for step in range(count))
 
     def _scaled_profile(self, full_overhead_seconds: float | None) -> Profile:
         if self._profile is None:

@@ -223,15 +223,3 @@ def _is_attention_kernel(qualified: str) -> bool:
 def packets_of(op_class: OpClass) -> frozenset[str]:
     """Returns the packet names that the table holds for `op_class`."""
     return frozenset(packet for packet, known in _CLASS_OF_PACKET.items() if known is op_class)
-
-
-# Overloads that view their input although their schema does not say so. The policy runtime holds
-# the same names, for it may import nothing from here.
-HIDDEN_VIEWS = frozenset(
-    {
-        "aten._unsafe_view.default",
-        "aten.unsafe_split.Tensor",
-        "aten.unsafe_split_with_sizes.default",
-        "aten.lift.default",
-    }
-)

@@ -22,6 +22,8 @@ _MEBIBYTE = 2.0**20
 _MILLISECOND = 1e-3
 # A kind's options are thinned to those that some budget could want; this much faster is faster.
 _RELATIVE_EQUAL = 1e-9
+# After this the best plan so far is taken; most are solved in a fraction of a second.
+_MOST_SECONDS = 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,7 +239,7 @@ class _Model:
             constraints=constraints,
             integrality=np.ones(width),
             bounds=Bounds(0, np.concatenate([self._most(), np.ones(uses)])),
-            options={"mip_rel_gap": 1e-6},
+            options={"mip_rel_gap": 1e-6, "time_limit": _MOST_SECONDS},
         )
         if result.x is None:
             return None

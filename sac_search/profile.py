@@ -208,7 +208,8 @@ def plan_policy(
         policy=policy,
         overhead_seconds=plan.overhead_seconds,
         forecast=dry,
-        bound_seconds=lower_bound(problem, budget_bytes),
+        # For a little more than the budget, since the rows may say a little too much.
+        bound_seconds=lower_bound(problem, round(budget_bytes * (1 + _OPTIMISM))),
     )
 
 

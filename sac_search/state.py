@@ -47,7 +47,9 @@ def random_states_kept() -> Iterator[None]:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     devices = range(torch.accelerator.device_count()) if accelerator else range(0)
     try:
-        with torch.random.fork_rng(devices, device_type=accelerator.type if accelerator else None):
+        with torch.random.fork_rng(
+            devices, device_type=accelerator.type if accelerator else "cuda"
+        ):
             yield
     finally:
         random.setstate(python_state)

@@ -21,9 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sac_search.apply import applied
 from sac_search.device import Clock, OpTimer
 from sac_search.layers import Layer, group_layers
-from sac_search.opclasses import HIDDEN_VIEWS, OpClass, classify
+from sac_search.opclasses import OpClass, classify
 from sac_search.policy import checkpoint_layers
-from sac_search.policy_runtime import site_of
+from sac_search.policy_runtime import HIDDEN_VIEWS, site_of
 from sac_search.workload import Workload
 
 # torch has no annotations for it.
@@ -161,7 +161,7 @@ def _trace_once(
     recorder = _Recorder(OpTimer(device, clock))
     policy = checkpoint_layers(layer.name for layer in layers)
     with applied(workload.model, policy), recorder.watching(workload.model, layers), recorder:
-        workload.run_loss()
+        workload.run_forward()
     recorder.fill_in_seconds()
     return recorder.records
 

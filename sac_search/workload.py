@@ -68,6 +68,28 @@ class Workload:
         """Runs the forward pass and the loss, and returns it ready for backward."""
         return _check_loss(self.loss_fn(self.model, self.next_batch()), backward_done=False)
 
+    def run_forward(self) -> None:
+        """Runs a step up to where its first backward pass would begin.
+
+        Under `torch.no_grad()` nothing is kept for that backward pass.
+        """
+        if self.step is None:
+            loss = self.loss_fn(self.model, self.next_batch())
+            _check_loss(loss, backward_done=not torch.is_grad_enabled())
+            return
+        plain_backward = torch.autograd.backward
+
+        def stop(*args: Any, **kwargs: Any) -> None:
+            raise _BackwardBegins
+
+        torch.autograd.backward = stop
+        try:
+            self.step(self)
+        except _BackwardBegins:
+            pass
+        finally:
+            torch.autograd.backward = plain_backward
+
     def drop_gradients(self) -> None:
         """Frees every gradient of the model and of the optimizer's parameters."""
         for parameter in self.parameters():
@@ -80,6 +102,10 @@ class Workload:
             for group in self.optimizer.param_groups:
                 found.update((id(p), p) for p in group["params"])
         return list(found.values())
+
+
+class _BackwardBegins(Exception):
+    """Leaves a user's step where its backward pass begins."""
 
 
 def _check_loss(loss: Any, *, backward_done: bool) -> torch.Tensor:

@@ -228,3 +228,30 @@ def test_tensors_that_nobody_knows_count_as_well() -> None:
     plain = forecast_step(workload, NO_CHECKPOINTING)
     more = forecast_step(workload, NO_CHECKPOINTING, foreign_bytes=4000)
     assert more.peak_bytes == plain.peak_bytes + 4000
+
+
+def test_micro_batches_one_after_the_other_count_once() -> None:
+    """Each is freed by its own backward pass, so a layer keeps what one of them needs."""
+    workload = frozen_with_accumulation()
+    workload.run_step()
+    twice = forecast_step(workload, NO_CHECKPOINTING, layer_names=("1", "2"))
+    once = forecast_step(
+        Workload(workload.model, mean_square, workload.batch[0], workload.optimizer),
+        NO_CHECKPOINTING,
+        layer_names=("1", "2"),
+    )
+    for name in ("1", "2"):
+        assert twice.layer_bytes[name].saved_bytes == once.layer_bytes[name].saved_bytes
+
+
+def test_tensors_of_another_device_do_not_count() -> None:
+    workload = mlp()
+    workload.run_step()
+    plain = forecast_step(workload, NO_CHECKPOINTING)
+    mixed = Workload(
+        workload.model,
+        lambda model, batch: mean_square(model, batch[0]),
+        [workload.batch, torch.empty(10**9, device="meta")],
+        workload.optimizer,
+    )
+    assert forecast_step(mixed, NO_CHECKPOINTING).peak_bytes == plain.peak_bytes

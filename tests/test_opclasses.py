@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.nn.attention.varlen  # registers torch_attn
 
-from sac_search.opclasses import HIDDEN_VIEWS, OpClass, classify, packets_of
+from sac_search.opclasses import OpClass, classify, packets_of
+from sac_search.policy_runtime import HIDDEN_VIEWS
 
 # Packets that no import of torch alone registers, and where they come from.
 ELSEWHERE = {

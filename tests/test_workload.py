@@ -475,3 +475,43 @@ def test_an_extra_that_is_broken_says_so_itself(
 def test_exit_codes_of_the_errors() -> None:
     assert WorkloadNotFound.exit_code == errors.UsageError.exit_code == 2
     assert WorkloadError.exit_code == 4
+
+
+# --- the forward pass of a step -------------------------------------------------------------------
+
+
+def test_the_forward_of_a_step_of_ones_own_ends_where_backward_begins() -> None:
+    model = nn.Linear(2, 1)
+    seen: list[str] = []
+
+    def step(workload: Workload) -> torch.Tensor:
+        for micro_batch in workload.next_batch():
+            seen.append("forward")
+            loss = workload.loss_fn(workload.model, micro_batch)
+            loss.backward()
+            seen.append("backward")
+        return loss
+
+    batches = [{"x": torch.ones(3, 2)}, {"x": torch.ones(3, 2)}]
+    workload = Workload(model, lambda m, b: m(b["x"]).mean(), batches, step=step)
+    backward = torch.autograd.backward
+    workload.run_forward()
+    with torch.no_grad():
+        workload.run_forward()
+    assert seen == ["forward", "forward"]
+    assert torch.autograd.backward is backward
+    assert model.weight.grad is None
+    workload.run_step()
+    assert seen == ["forward"] * 2 + ["forward", "backward"] * 2
+    assert model.weight.grad is not None
+
+
+def test_an_error_in_the_forward_of_a_step_is_not_hidden() -> None:
+    def step(workload: Workload) -> torch.Tensor:
+        raise ZeroDivisionError("of the step's own")
+
+    workload = Workload(nn.Linear(1, 1), lambda m, b: m(b), torch.ones(1), step=step)
+    backward = torch.autograd.backward
+    with pytest.raises(ZeroDivisionError):
+        workload.run_forward()
+    assert torch.autograd.backward is backward

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sac_search import units
+from sac_search.frontier import Frontier, FrontierPoint
 from sac_search.records import Outcome, Verification
 from sac_search.space import Granularity, decision_name, saved_name, unsavable_ops
 from sac_search.study.baselines import FULL, NONE
@@ -119,6 +120,52 @@ def op_rows(layers: Sequence[LayerTrace]) -> list[OpRow]:
                 )
             )
     return rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontierRow:
+    """A budget in the table of `sac-search frontier`."""
+
+    budget: str
+    """The budget."""
+    overhead: str
+    """Step time above that without checkpointing, forecast."""
+    peak: str
+    """The peak, forecast."""
+    measured_overhead: str
+    """The same, measured."""
+    measured_peak: str
+    """The same, measured; allocated bytes, as the forecast's."""
+    description: str
+    """The policy in a few words."""
+
+
+def frontier_rows(frontier: Frontier) -> list[FrontierRow]:
+    """Returns a row per budget, from the smallest to the largest."""
+    return [_frontier_row(point) for point in frontier.points]
+
+
+def _frontier_row(point: FrontierPoint) -> FrontierRow:
+    measurement = point.outcome.measurement if point.outcome is not None else None
+    failure = point.outcome.failure if point.outcome is not None else None
+    return FrontierRow(
+        budget=units.format_gib(point.planned.budget_bytes),
+        overhead=_percent_or_dash(point.overhead),
+        peak=units.format_gib(point.planned.peak_bytes),
+        measured_overhead=_percent_or_dash(point.measured_overhead),
+        measured_peak=(
+            units.format_gib(measurement.allocated_bytes)
+            if measurement is not None
+            else str(failure.kind)
+            if failure is not None
+            else "–"
+        ),
+        description=point.planned.policy.describe(),
+    )
+
+
+def _percent_or_dash(fraction: float | None) -> str:
+    return "–" if fraction is None else units.format_percent(fraction)
 
 
 def headline(result: SearchResult) -> list[str]:

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sac_search import units
-from sac_search.report.rows import CandidateRow, OpRow
+from sac_search.report.rows import CandidateRow, FrontierRow, OpRow
 from sac_search.study.candidate import Candidate
 from sac_search.study.result import SearchResult
 
@@ -48,6 +48,21 @@ def op_table(rows: Sequence[OpRow]) -> Table:
         style = "" if row.savable else "dim"
         cells = (kind, row.op, row.op_class, *figures, row.saved_by)
         table.add_row(*(Text(cell) for cell in cells), style=style)
+    return table
+
+
+def frontier_table(rows: Sequence[FrontierRow], *, measured: bool) -> Table:
+    """Returns the table of a workload's trade-off."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    names = ["budget", "overhead (forecast)", "peak (forecast)"]
+    names += ["overhead (measured)", "peak (measured)"] if measured else []
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("policy", overflow="fold")
+    for row in rows:
+        cells = [row.budget, row.overhead, row.peak]
+        cells += [row.measured_overhead, row.measured_peak] if measured else []
+        table.add_row(*(Text(cell) for cell in [*cells, row.description]))
     return table
 
 

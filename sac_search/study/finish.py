@@ -31,7 +31,10 @@ class Winner:
 
 
 def confirm(
-    store: StudyStore, measurer: Measurer, candidates: Sequence[Candidate]
+    store: StudyStore,
+    measurer: Measurer,
+    candidates: Sequence[Candidate],
+    steps: int = CONFIRMING_STEPS,
 ) -> list[Candidate]:
     """Measures the best few again, interleaved, and returns all that fit, those few in front.
 
@@ -48,7 +51,7 @@ def confirm(
     keys = tuple(compared)
     confirmation = store.confirmation
     if confirmation is None or confirmation.keys != keys:
-        outcomes = measurer.compare([c.policy for c in compared.values()], CONFIRMING_STEPS)
+        outcomes = measurer.compare([c.policy for c in compared.values()], steps)
         store.write("confirmation", Confirmation(keys=keys, outcomes=tuple(outcomes)))
     first = {candidate.policy.key for candidate in finalists}
     confirmed = with_confirmed_figures(store, candidates)

@@ -208,13 +208,13 @@ class Search:
     def _highest_forecast(self) -> float:
         """Returns the forecast above which a policy is over the budget beyond doubt.
 
-        That is the budget and as much as forecasts have been off so far; a hundredth at least.
+        That is the budget and as much as forecasts have been too high; a hundredth at least.
         """
         errors = [_SMALLEST_FORECAST_ERROR]
         for candidate in self._known.values():
             measurement, forecast = candidate.measurement, candidate.outcome.forecast_peak_bytes
             if measurement is not None and forecast is not None:
-                errors.append(abs(forecast / measurement.allocated_bytes - 1))
+                errors.append(forecast / measurement.allocated_bytes - 1)
         return self.store.budget_bytes * (1 + max(errors))
 
     # --- baselines --------------------------------------------------------------------------------

@@ -30,6 +30,8 @@ from sac_search.worker.protocol import METHODS, Comparison, Reply, Request
 from sac_search.worker.session import Description, ForecastPeak, SessionSettings, Verdict
 
 _LOG_TAIL_LINES = 8
+# Set in the worker's environment, so that a file that searches when it is imported is noticed.
+IN_WORKER = "SAC_SEARCH_IN_WORKER"
 _POLL_SECONDS = 1.0
 _PACKAGE_ROOT = Path(__file__).parents[2]
 # As `python -m sac_search.worker`, with the current folder last in the path instead of first: a
@@ -56,6 +58,7 @@ class WorkerClient:
         self._trial_timeout_seconds = trial_timeout_seconds
         self._load_timeout_seconds = load_timeout_seconds
         self._process: _Process | None = None
+        self._was_loaded = False
         self._baseline_seconds: float | None = None
 
     def __enter__(self) -> WorkerClient:
@@ -162,8 +165,19 @@ class WorkerClient:
     def _ask(self, method: str, argument: Any, timeout_seconds: float | None) -> Any:
         if self._process is None:
             self._process = _Process(self._log_path)
-            self._exchange("load", self._settings, self._load_timeout_seconds)
+            self._load()
         return self._exchange(method, argument, timeout_seconds)
+
+    def _load(self) -> None:
+        try:
+            self._exchange("load", self._settings, self._load_timeout_seconds)
+        except errors.SacSearchError as error:
+            if not self._was_loaded:
+                raise
+            # It could be loaded before, so the search goes on: the next trial tries again.
+            message = f"the workload could not be loaded again: {error}"
+            raise _WorkerLost(make_failure(FailureKind.CRASH, message)) from None
+        self._was_loaded = True
 
     def _exchange(self, method: str, argument: Any, timeout_seconds: float | None) -> Any:
         assert self._process is not None
@@ -207,6 +221,7 @@ class _Process:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
+                env={**os.environ, IN_WORKER: "1"},
                 start_new_session=True,
             )
         assert self._child.stdin is not None and self._child.stdout is not None

@@ -17,7 +17,7 @@ import torch
 from sac_search import device as devices
 from sac_search.apply import PolicyModule, load_policy_module
 from sac_search.device import Clock
-from sac_search.errors import WorkloadError
+from sac_search.errors import NoPolicyFits, WorkloadError
 from sac_search.failures import failure_from
 from sac_search.forecaster import Forecaster, Planned, PlanRequest
 from sac_search.layers import Layer, find_layers
@@ -27,6 +27,8 @@ from sac_search.records import Environment, Failure, FailureKind, Outcome, Verif
 from sac_search.trace import LayerTrace, trace_layers
 from sac_search.verify import verify_policy
 from sac_search.workload import Workload, build_workload, format_user_traceback, load_factory
+
+_OUT_OF_MEMORY = frozenset({FailureKind.OUT_OF_MEMORY, FailureKind.HOST_OUT_OF_MEMORY})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +86,7 @@ class Verdict:
 
 
 class Session:
-    """One loaded workload. Build it with `open_session` or `Session.of_workload`."""
+    """One loaded workload. `open_session` builds one from a file."""
 
     def __init__(
         self,
@@ -161,7 +163,7 @@ class Session:
             return Verdict(verification=self._verify(policy, NO_CHECKPOINTING, "none"))
         except Exception as error:
             failure = self._failure(error)
-        if failure.kind not in (FailureKind.OUT_OF_MEMORY, FailureKind.HOST_OUT_OF_MEMORY):
+        if failure.kind not in _OUT_OF_MEMORY:
             return Verdict(failure=failure)
         try:
             return Verdict(verification=self._verify(policy, self._full, "full"))
@@ -243,7 +245,7 @@ class Session:
 
         def run_forward() -> None:
             with torch.no_grad():
-                self._workload.loss_fn(self._workload.model, self._workload.next_batch())
+                self._workload.run_forward()
 
         try:
             return find_layers(self._workload.model, run_forward, patterns)
@@ -265,6 +267,12 @@ class Session:
         try:
             self._meter.run_untimed_step(NO_CHECKPOINTING)
         except Exception as error:
+            if {failure_from(first_error).kind, failure_from(error).kind} <= _OUT_OF_MEMORY:
+                raise NoPolicyFits(
+                    "the step runs out of memory even with every layer checkpointed: "
+                    f"{failure_from(first_error).message}\nUse a smaller batch, an optimizer with "
+                    "less state, or a device with more memory."
+                ) from error
             raise _step_error(error, "a training step without checkpointing") from error
         failure = failure_from(first_error)
         raise WorkloadError(
@@ -376,7 +384,10 @@ def _compile_settings(model: torch.nn.Module) -> str:
 
 
 def _precision_settings() -> str:
-    parts = [torch.get_float32_matmul_precision()]
+    try:
+        parts = [torch.get_float32_matmul_precision()]
+    except RuntimeError:  # the workload set the newer settings per backend, which exclude this one
+        parts = [torch.backends.cuda.matmul.fp32_precision]
     if torch.are_deterministic_algorithms_enabled():
         parts.append("deterministic")
     if torch.backends.cudnn.benchmark:
