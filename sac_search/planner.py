@@ -203,7 +203,10 @@ class _Model:
             for o in useful_options(kind.options)
             if (k == self._last_kind if is_last else self._counts[k] > 0)
         ]
-        self._uses = sorted({(c.kind, c.option) for c in self._columns})
+        # Behind the counts come two sets of yes or no: which options a kind uses at all, for the
+        # limit on tiers, and which groups there are before the last layer, for their rows.
+        self._uses = sorted({(c.kind, c.option) for c in self._columns if self._of(c).is_tier})
+        self._groups = [index for index, c in enumerate(self._columns) if not c.is_last]
         self._saved = np.array([self._of(c).saved_bytes / _MEBIBYTE for c in self._columns])
         self._seconds = np.array(
             [self._of(c).overhead_seconds / _MILLISECOND for c in self._columns]
@@ -224,8 +227,8 @@ class _Model:
         """Returns the option of each layer, or None if nothing fits."""
         if self._fixed_excess(budget_bytes) > 0:
             return None
-        uses = len(self._uses)
-        width = len(self._columns) + uses
+        switches = len(self._uses) + len(self._groups)
+        width = len(self._columns) + switches
         rows, highest = self._phase_rows(budget_bytes)
         equal, totals = self._count_rows()
         constraints = [
@@ -235,10 +238,10 @@ class _Model:
         constraints += self._use_constraints(width)
         constraints += self._group_constraints(width, budget_bytes)
         result = milp(
-            np.concatenate([self._seconds, np.full(uses, 1e-9)]),
+            np.concatenate([self._seconds, np.full(switches, 1e-9)]),
             constraints=constraints,
             integrality=np.ones(width),
-            bounds=Bounds(0, np.concatenate([self._most(), np.ones(uses)])),
+            bounds=Bounds(0, np.concatenate([self._most(), np.ones(switches)])),
             options={"mip_rel_gap": 1e-6, "time_limit": _MOST_SECONDS},
         )
         if result.x is None:
@@ -274,37 +277,39 @@ class _Model:
         return np.array(rows), np.array(totals)
 
     def _use_constraints(self, width: int) -> list[LinearConstraint]:
-        """A column may be above zero only if its option is used; few options may be."""
+        """A column is above zero only where its switches are on; few options of a kind may be."""
         rows, most = [], self._most()
         for index, column in enumerate(self._columns):
-            row = np.zeros(width)
-            row[index] = 1
-            row[self._use_index(column.kind, column.option)] = -most[index]
-            rows.append(row)
+            switches = [self._group_index(index)] if index in self._groups else []
+            if self._of(column).is_tier:
+                switches.append(self._use_index(column.kind, column.option))
+            for switch in switches:
+                row = np.zeros(width)
+                row[index] = 1
+                row[switch] = -most[index]
+                rows.append(row)
         limits = []
         for kind in sorted({k for k, _ in self._uses}):
             row = np.zeros(width)
             for k, o in self._uses:
-                if k == kind and self._problem.kinds[k].options[o].is_tier:
+                if k == kind:
                     row[self._use_index(k, o)] = 1
             limits.append(row)
-        return [
-            LinearConstraint(np.array(rows), -np.inf, 0),
-            LinearConstraint(np.array(limits), -np.inf, self._tiers),
-        ]
+        constraints = [LinearConstraint(np.array(rows), -np.inf, 0)] if rows else []
+        if limits:
+            constraints.append(LinearConstraint(np.array(limits), -np.inf, self._tiers))
+        return constraints
 
     def _group_constraints(self, width: int, budget_bytes: int) -> list[LinearConstraint]:
         """The backward of the first and last layer of each group, in force where it has layers."""
         rows, highest = [], []
         everything = self._everything_mib()
-        for column in self._columns:
-            if column.is_last:
-                continue
+        for index in self._groups:
             for is_end in (True, False):
-                row, taken_bytes = self._group_row(column, is_end=is_end)
+                row, taken_bytes = self._group_row(self._columns[index], is_end=is_end)
                 padded = np.zeros(width)
                 padded[: len(row)] = row
-                padded[self._use_index(column.kind, column.option)] = everything
+                padded[self._group_index(index)] = everything
                 rows.append(padded)
                 highest.append((budget_bytes - taken_bytes) / _MEBIBYTE + everything)
         return [LinearConstraint(np.array(rows), -np.inf, np.array(highest))] if rows else []
@@ -352,6 +357,9 @@ class _Model:
 
     def _use_index(self, kind: int, option: int) -> int:
         return len(self._columns) + self._uses.index((kind, option))
+
+    def _group_index(self, column: int) -> int:
+        return len(self._columns) + len(self._uses) + self._groups.index(column)
 
     def _most(self) -> np.ndarray:
         return np.array([1.0 if c.is_last else float(self._counts[c.kind]) for c in self._columns])

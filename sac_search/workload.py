@@ -54,7 +54,7 @@ class Workload:
     def run_step(self) -> torch.Tensor:
         """Runs one whole training step and returns its loss, detached."""
         if self.step is not None:
-            return _check_loss(self.step(self), backward_done=True).detach()
+            return _check_loss(self.step(self), "step(workload)", needs_grad=False).detach()
         loss = self.run_loss()
         loss.backward()
         if self.optimizer is not None:
@@ -66,7 +66,8 @@ class Workload:
 
     def run_loss(self) -> torch.Tensor:
         """Runs the forward pass and the loss, and returns it ready for backward."""
-        return _check_loss(self.loss_fn(self.model, self.next_batch()), backward_done=False)
+        loss = self.loss_fn(self.model, self.next_batch())
+        return _check_loss(loss, "loss_fn(model, batch)", needs_grad=torch.is_grad_enabled())
 
     def run_forward(self) -> None:
         """Runs a step up to where its first backward pass would begin.
@@ -74,8 +75,7 @@ class Workload:
         Under `torch.no_grad()` nothing is kept for that backward pass.
         """
         if self.step is None:
-            loss = self.loss_fn(self.model, self.next_batch())
-            _check_loss(loss, backward_done=not torch.is_grad_enabled())
+            self.run_loss()
             return
         plain_backward = torch.autograd.backward
 
@@ -108,18 +108,18 @@ class _BackwardBegins(Exception):
     """Leaves a user's step where its backward pass begins."""
 
 
-def _check_loss(loss: Any, *, backward_done: bool) -> torch.Tensor:
+def _check_loss(loss: Any, source: str, *, needs_grad: bool) -> torch.Tensor:
     if not isinstance(loss, torch.Tensor):
         raise WorkloadError(
-            f"the loss is a {type(loss).__name__}, not a tensor; return the scalar loss tensor"
-            + (" from step(workload)" if backward_done else " from loss_fn(model, batch)")
+            f"the loss is a {type(loss).__name__}, not a tensor; "
+            f"return the scalar loss tensor from {source}"
         )
     if loss.numel() != 1:
         raise WorkloadError(
             f"the loss has shape {list(loss.shape)}, but must be one number; "
             "reduce it, for example with .mean()"
         )
-    if not backward_done and not loss.requires_grad:
+    if needs_grad and not loss.requires_grad:
         raise WorkloadError(
             "the loss does not require grad, so there is no backward pass to save memory in; "
             "is the forward under torch.no_grad(), or the loss detached?"

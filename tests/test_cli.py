@@ -30,6 +30,7 @@ from sac_search.records import Outcome
 from sac_search.units import GIB
 from sac_search.workload import build_workload, load_factory
 
+_PATIENCE_SECONDS = 240
 LAYERS = [f"blocks.{index}" for index in range(3)]
 TRAIN = """
 import os, pathlib, sys, time
@@ -103,7 +104,7 @@ class Project:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         (folder / "train.py").write_text(TRAIN)
-        (folder / "slow.py").write_text(TRAIN.replace("SLEEP = 0.0", "SLEEP = 0.1"))
+        (folder / "slow.py").write_text(TRAIN.replace("SLEEP = 0.0", "SLEEP = 0.05"))
         (folder / "trace.py").write_text(TRAIN)
         self.budget = self._budget_between()
         self._pool = ThreadPoolExecutor(max_workers=2)
@@ -117,7 +118,7 @@ class Project:
         self._running[name] = self._pool.submit(self._run, name, arguments, then)
 
     def ended(self, name: str) -> Ended:
-        return self._running[name].result(timeout=120)
+        return self._running[name].result(timeout=_PATIENCE_SECONDS)
 
     def run(self, *arguments: str) -> Ended:
         return self._run("now", arguments, None)
@@ -138,7 +139,7 @@ class Project:
             try:
                 if then is not None:
                     then(process, paths[0])
-                code = process.wait(timeout=100)
+                code = process.wait(timeout=_PATIENCE_SECONDS)
             finally:
                 process.kill()
                 process.wait()
@@ -164,7 +165,7 @@ class Project:
 
 def send(number: int, is_time: Callable[[Path], bool]) -> Callable[..., None]:
     def then(process: subprocess.Popen[bytes], output: Path) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + _PATIENCE_SECONDS
         while not is_time(output) and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.02)
         process.send_signal(number)
@@ -178,14 +179,13 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
     folder = project.folder
     few = ("--trials", "2", "--steps", "1", "--budget-gb", project.budget)
     project.start("search", "train.py", *few, "--study", "found")
-    project.start("json", "train.py", "--budget-gb", "1", "--steps", "1", "--json")
     project.start("floor", "trace.py", "--budget-gb", "0.00001", "--steps", "1")
     project.start("missing", "missing.py", "--budget-gb", "1")
     project.start("failing", "train.py:failing", "--budget-gb", "1")
     project.start(
         "interrupted",
         *("slow.py", "--steps", "1", "--budget-gb", project.budget, "--study", "stopped"),
-        then=send(signal.SIGINT, lambda output: "every second" in output.read_text()),
+        then=send(signal.SIGINT, lambda output: " fits" in output.read_text()),
     )
     project.start(
         "terminated",
@@ -255,15 +255,6 @@ def test_the_same_command_again_continues_without_measuring(project: Project) ->
     assert not again.errors
 
 
-def test_json_is_alone_on_standard_output(project: Project) -> None:
-    ended = project.ended("json")
-    assert ended.code == 0, ended.errors
-    document = json.loads(ended.output)
-    assert document["study_name"] == "train-1gib"
-    assert document["best"]["name"] == "none"
-    assert document == project.result("train-1gib")
-
-
 # --- 2, 3, 4 --------------------------------------------------------------------------------------
 
 
@@ -309,8 +300,7 @@ def test_an_interrupt_exports_the_best_so_far(project: Project) -> None:
     assert result["best"] is not None
     assert result["best"]["peak_bytes"] <= result["budget_bytes"]
     assert (project.folder / "studies" / "stopped" / "policy.py").exists()
-    measured = len(result["baselines"]) + len(result["trials"])
-    assert 3 <= measured < 8  # it was stopped on its way
+    assert len(result["baselines"]) + len(result["trials"]) < 7  # it was stopped on its way
 
 
 def test_a_termination_while_loading_leaves_no_process(project: Project) -> None:
@@ -388,14 +378,25 @@ def test_a_trace_shows_layers_and_ops(empty: Path, capsys: Capture) -> None:
     assert sum(op["calls"] for op in matmuls) == 2
 
 
+def test_a_budget_over_the_peak_needs_no_checkpointing(empty: Path, capsys: Capture) -> None:
+    (empty / "train.py").write_text(TRAIN)
+    assert cli.main(["train.py", "--budget-gb", "1", "--steps", "1", "--json"]) == 0
+    captured = capsys.readouterr()
+    document = json.loads(captured.out)  # which is all that is said
+    assert captured.err == ""
+    assert document["study_name"] == "train-1gib"
+    assert document["best"]["name"] == "none"
+    assert document == json.loads((empty / "studies" / "train-1gib" / "result.json").read_text())
+    assert cli.main(["train.py", "--budget-gb", "1", "--steps", "1"]) == 0
+    assert "No checkpointing needed" in capsys.readouterr().out
+
+
 def test_studies_are_listed(inside: Project, capsys: Capture) -> None:
-    assert inside.ended("json").code == 0
     assert cli.main(["studies"]) == 0
-    output = capsys.readouterr().out
-    assert "found" in output and "train-1gib" in output
+    assert "found" in capsys.readouterr().out
     assert cli.main(["studies", "--json"]) == 0
     names = {entry["study_name"] for entry in json.loads(capsys.readouterr().out)}
-    assert {"found", "train-1gib"} <= names
+    assert "found" in names
 
 
 @pytest.mark.parametrize("study", ["found", "studies/found"])

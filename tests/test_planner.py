@@ -122,6 +122,29 @@ def test_a_larger_budget_is_never_slower(problem: Problem) -> None:
     assert all(later <= earlier + 1e-9 for earlier, later in itertools.pairwise(seconds))
 
 
+def test_leaving_the_last_layer_alone_makes_no_group_of_others() -> None:
+    kind = Kind(
+        options=(
+            Option(overhead_seconds=0.0, saved_bytes=5 * MIB, is_tier=False),
+            Option(overhead_seconds=0.005, saved_bytes=MIB, is_tier=True),
+        ),
+        activation_bytes=5 * MIB,
+        gradient_bytes=0,
+    )
+    problem = Problem(
+        kinds=(kind,),
+        order=(0, 0),
+        forward_bytes=5 * MIB,
+        loss_bytes=5 * MIB,
+        backward_start_bytes=5 * MIB,
+        backward_bytes=6 * MIB,
+        fixed_bytes=5 * MIB,
+    )
+    plan = solve(problem, 11 * MIB)
+    assert plan is not None
+    assert plan.options == (1, 0)
+
+
 def _ramp(count: int, activation_bytes: int) -> tuple[Option, ...]:
     tiers = [
         Option(

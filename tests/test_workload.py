@@ -506,6 +506,16 @@ def test_the_forward_of_a_step_of_ones_own_ends_where_backward_begins() -> None:
     assert model.weight.grad is not None
 
 
+def test_a_step_of_ones_own_may_use_the_workloads_loss_without_gradients() -> None:
+    def step(workload: Workload) -> torch.Tensor:
+        loss = workload.run_loss()
+        loss.backward()
+        raise AssertionError("backward must not be passed")
+
+    with torch.no_grad():
+        tiny_workload(step=step).run_forward()
+
+
 def test_an_error_in_the_forward_of_a_step_is_not_hidden() -> None:
     def step(workload: Workload) -> torch.Tensor:
         raise ZeroDivisionError("of the step's own")

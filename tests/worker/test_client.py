@@ -265,8 +265,7 @@ def test_a_worker_that_dies_costs_one_trial(
     assert found_kind is kind
     assert re.search(message, found_message, re.DOTALL)
     last = place.pid  # the worker, or what it started
-    assert not is_running(first)
-    assert not is_running(last)
+    assert wait_until(lambda: not is_running(first) and not is_running(last), 5)
     measured(client.measure(FULL))
     assert place.pid not in (first, last)
 

@@ -195,6 +195,7 @@ def test_a_forward_pass_that_fails_is_shown_with_the_users_lines() -> None:
 
 def test_a_step_that_fails_with_and_without_checkpointing() -> None:
     def step(workload: Workload) -> Tensor:
+        workload.run_loss().backward()
         raise ValueError("as it happens")
 
     with pytest.raises(
