@@ -101,7 +101,7 @@ def choose_winner(
         if verification.passed:
             store.write("winner", candidate.policy.key)
             return Winner(best=candidate, verification=verification, rejected=tuple(rejected))
-        rejected.append(_wrong_gradients(candidate, verification))
+        rejected.append(_describe_rejected(candidate, verification))
     store.write("winner", None)
     return Winner(best=None, verification=None, rejected=tuple(rejected))
 
@@ -115,7 +115,7 @@ def stored_winner(store: StudyStore) -> Winner:
         if candidate.policy.key == store.winner:
             best = candidate
         elif verification is not None and not verification.passed:
-            rejected.append(_wrong_gradients(candidate, verification))
+            rejected.append(_describe_rejected(candidate, verification))
     return Winner(
         best=best,
         verification=verified.get(best.policy.key) if best is not None else None,
@@ -123,11 +123,12 @@ def stored_winner(store: StudyStore) -> Winner:
     )
 
 
-def _wrong_gradients(candidate: Candidate, verification: Verification) -> str:
-    return (
+def _describe_rejected(candidate: Candidate, verification: Verification) -> str:
+    text = (
         f"{candidate.name}: wrong gradients, {verification.worst_parameter} off by "
         f"{verification.worst_gradient_difference:.1e}"
     )
+    return f"{text} ({verification.note})" if verification.note else text
 
 
 def _finite(verification: Verification) -> Verification:
