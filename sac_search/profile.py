@@ -21,6 +21,7 @@ from sac_search.planner import (
     Plan,
     Problem,
     lower_bound,
+    overhead_of,
     solve,
     useful_options,
     with_phase_peaks,
@@ -202,6 +203,10 @@ def plan_policy(
             best = (plan, policy, dry)
             optimism = _OPTIMISM
     if best is None:
+        # At the very end of the frontier the rows may need more dry runs than there are; what is
+        # left to try is recomputing everything.
+        best = _recompute_all(profile, budget_bytes, forecast)
+    if best is None:
         return None
     plan, policy, dry = best
     return PlannedPolicy(
@@ -211,6 +216,19 @@ def plan_policy(
         # For a little more than the budget, since the rows may say a little too much.
         bound_seconds=lower_bound(problem, round(budget_bytes * (1 + _OPTIMISM))),
     )
+
+
+def _recompute_all(
+    profile: Profile, budget_bytes: int, forecast: Forecaster
+) -> tuple[Plan, Policy, Forecast] | None:
+    options = _every_layer(profile.problem.order, 1).options
+    policy = policy_of(profile, options)
+    dry = forecast(policy)
+    if dry.peak_bytes > budget_bytes:
+        return None
+    seconds = overhead_of(profile.problem, options)
+    plan = Plan(options=options, overhead_seconds=seconds, peak_bytes=dry.peak_bytes)
+    return plan, policy, dry
 
 
 def policy_of(profile: Profile, options: Sequence[int]) -> Policy:

@@ -138,6 +138,18 @@ def test_one_tier_is_at_most_as_good_as_two() -> None:
     assert two.overhead_seconds <= one.overhead_seconds + 1e-12
 
 
+def test_recomputing_everything_is_left_when_no_other_plan_fits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    low = forecast(checkpoint_layers(names())).peak_bytes
+    monkeypatch.setattr("sac_search.profile.solve", lambda problem, limit, tiers: None)
+    plan = plan_policy(profile(), low, forecast)
+    assert plan is not None
+    assert plan.policy.key == checkpoint_layers(names()).key
+    assert plan.overhead_seconds > 0
+    assert plan_policy(profile(), low - 1, forecast) is None
+
+
 def test_nothing_fits_below_the_floor() -> None:
     low = forecast(checkpoint_layers(names())).peak_bytes
     assert plan_policy(profile(), low // 2, forecast) is None
