@@ -6,6 +6,7 @@ Prices are in seconds as traced. They are rescaled by what full checkpointing wa
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -36,6 +37,8 @@ class PlanRequest:
     """So many budgets more, evenly from the peak of full checkpointing to that of none."""
     tiers: int = 2
     """Save sets that layers of one kind may have."""
+    most_seconds: float | None = None
+    """After this time no further budget is begun; the first is always planned for."""
     full_overhead_seconds: float | None = None
     """What full checkpointing was measured to add to a step; None when it is not known."""
 
@@ -96,8 +99,12 @@ class Forecaster:
     def plan(self, request: PlanRequest) -> list[Planned]:
         """Returns the fastest policy for each budget, those left out that nothing fits."""
         profile = self._scaled_profile(request.full_overhead_seconds)
-        plans = []
+        plans: list[Planned] = []
+        started = time.monotonic()
         for budget_bytes in (*request.budgets_bytes, *self.budgets(request.points)):
+            over = time.monotonic() - started >= (request.most_seconds or float("inf"))
+            if plans and over:
+                break
             plan = plan_policy(profile, budget_bytes, self.forecast, tiers=request.tiers)
             if plan is not None:
                 plans.append(

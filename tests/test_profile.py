@@ -182,6 +182,8 @@ def test_forecaster_plans_by_what_full_checkpointing_was_measured_to_cost() -> N
     assert scaled.policy.key == plain.policy.key
     assert scaled.overhead_seconds == pytest.approx(2 * plain.overhead_seconds)
     assert forecaster.plan(PlanRequest(budgets_bytes=(low // 2,))) == []
+    hurried = PlanRequest(budgets_bytes=(budget_bytes, high, low), most_seconds=1e-9)
+    assert [plan.budget_bytes for plan in forecaster.plan(hurried)] == [budget_bytes]
     with applied(workload.model, scaled.policy):
         assert torch.isfinite(workload.run_step())
 

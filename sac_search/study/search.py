@@ -114,6 +114,12 @@ class Search:
             budgets_bytes=self._plan_budgets(),
             tiers=self.settings.tiers,
             full_overhead_seconds=self._full_overhead_seconds(),
+            # Of a search that is short of time, half is for measuring.
+            most_seconds=(
+                None
+                if self._deadline is None
+                else max(1.0, (self._deadline - time.monotonic()) / 2)
+            ),
         )
         plans = self._named_plans(self.measurer.plan(request))
         for fraction, planned in plans:
