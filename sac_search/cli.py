@@ -12,7 +12,6 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -113,7 +112,7 @@ def search(
         study=study,
         root=root,
         fresh=fresh,
-        device=device,
+        device=_device_for(workload, device),
         layers=layers,
         layer_choice=layer_choice,
         batch_size=batch_size,
@@ -130,8 +129,7 @@ def search(
     progress = terminal.SearchProgress(
         Console(stderr=json_output), quiet=quiet or json_output, verbose=verbose
     )
-    if workload == BUILTIN_SPEC and device is None and not _has_accelerator():
-        options = replace(options, device="cpu")
+    if options.device != device:
         progress.on_note(
             "This machine has no accelerator that torch can use, so the small built-in GPT is "
             "measured on the CPU."

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sac_search.apply import PolicyModule, applied
+from sac_search.apply import applied
 from sac_search.forecast import Forecast, forecast_step, foreign_tensor_bytes, record_values
 from sac_search.policy import NO_CHECKPOINTING, Policy, checkpoint_layers
 from sac_search.profile import Profile, build_profile, plan_policy, rescaled
@@ -79,22 +79,26 @@ class Forecaster:
         gc.collect()
         self._foreign_bytes = foreign_tensor_bytes(workload, device)
         self._profile: Profile | None = None
+        self._forecasts: dict[str, Forecast] = {}
         self.full = self.forecast(full)
 
-    def forecast(self, policy: Policy | PolicyModule) -> Forecast:
-        """Returns what a step under `policy` would need.
+    def forecast(self, policy: Policy) -> Forecast:
+        """Returns what a step under `policy` would need. Each policy is dry-run once.
 
         Raises:
             CannotForecast: the step reads values that are not known.
         """
-        return forecast_step(
-            self._workload,
-            policy,
-            workspaces=self._workspaces,
-            values=self._values,
-            layer_names=self._names,
-            foreign_bytes=self._foreign_bytes,
-        )
+        # A plan's dry run, the check before a trial and the trial's record ask for the same one.
+        if policy.key not in self._forecasts:
+            self._forecasts[policy.key] = forecast_step(
+                self._workload,
+                policy,
+                workspaces=self._workspaces,
+                values=self._values,
+                layer_names=self._names,
+                foreign_bytes=self._foreign_bytes,
+            )
+        return self._forecasts[policy.key]
 
     def plan(self, request: PlanRequest) -> list[Planned]:
         """Returns the fastest policy for each budget, those left out that nothing fits."""
@@ -120,6 +124,8 @@ class Forecaster:
 
     def budgets(self, count: int) -> tuple[int, ...]:
         """Returns `count` budgets, evenly from the peak of full checkpointing to that of none."""
+        if count == 0:
+            return ()
         low = self.full.peak_bytes
         high = self.forecast(NO_CHECKPOINTING).peak_bytes
         steps = max(1, count - 1)
