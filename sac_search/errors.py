@@ -9,6 +9,7 @@
     │       └── EnvironmentMismatch
     ├── NoPolicyFits            nothing measured stays under the budget           exit 3
     ├── WorkloadError           the user's workload itself fails                  exit 4
+    │   └── CannotForecast      its step needs values, so it has to run
     └── WorkerError             the worker process broke in a way that is ours    exit 1
 
 A message says what was seen, what was expected and what to do. Outcomes of a trial (out of memory,
@@ -67,6 +68,10 @@ class WorkloadError(SacSearchError):
     def __init__(self, message: str, *, user_traceback: str = "") -> None:
         super().__init__(message)
         self.user_traceback = user_traceback
+
+
+class CannotForecast(WorkloadError):
+    """The step needs what fake tensors do not have: values, or an op that works on them."""
 
 
 class WorkerError(SacSearchError):

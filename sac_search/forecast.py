@@ -4,26 +4,36 @@ No device memory is used and no kernel runs. What is exact: every storage that a
 it is freed, and which phase holds the peak. What is modelled: gradients that the autograd engine
 adds in place (under a dispatch mode it does not), and the workspaces inside kernels, which are
 learnt from a profiled step. What is not: fragmentation of a caching allocator.
+
+A step whose shapes depend on its data has no forecast. `track_step` counts the same storages while
+such a step runs for real.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
-import sys
+import gc
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sac_search import policy_runtime
 from sac_search.apply import PolicyModule, applied
 from sac_search.device import allocated_bytes, listening_to_phases, phases_marked
+from sac_search.errors import CannotForecast
+from sac_search.fake import FAKE_DEVICE, FakeMode, faked
 from sac_search.policy import Policy
 from sac_search.policy_runtime import site_of
 from sac_search.records import Phase
@@ -59,8 +69,17 @@ class LayerBytes:
     """Highest bytes during its forward, over those at its beginning."""
 
 
-class CannotForecast(Exception):
-    """The step asks for values, which fake tensors do not have."""
+@contextlib.contextmanager
+def fakes_refused() -> Iterator[None]:
+    """Raises CannotForecast where the block needs more than fake tensors have."""
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise CannotForecast(
+            f"the step reads values: {error} needs them, and fake tensors have none"
+        ) from error
+    except (UnsupportedFakeTensorException, UnsupportedOperatorException) as error:
+        raise CannotForecast(f"fake tensors do not support the step: {error}") from error
 
 
 def forecast_step(
@@ -74,56 +93,109 @@ def forecast_step(
 ) -> Forecast:
     """Returns what one step under `policy` would need.
 
-    The optimizer's state must exist already. The model, optimizer and batch hold fake tensors while
-    this runs and are as they were afterwards. `values` are those that a real step read in its
+    Optimizer state that does not exist yet is made in a step before the one that counts. The model,
+    optimizer and batch hold fake tensors while this runs and are as they were afterwards. Tensors
+    on the meta device are taken for the CPU's. `values` are those that a real step read in its
     forward (see `record_values`), handed out again in the same order. `foreign_bytes` are those of
     tensors that belong to neither model, optimizer nor batch but are there all the same.
 
     Raises:
-        CannotForecast: the step reads values that are not known.
+        CannotForecast: the step reads values that are not known, or runs an op without fake form.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    tracker = StorageTracker(
-        workspaces or {}, values, device_type=workload.parameters()[0].device.type
+    mode = FakeMode()
+    with fakes_refused(), faked(workload, mode) as fake:
+        tracker = StorageTracker(
+            workspaces or {}, values, device_type=fake.parameters()[0].device.type
+        )
+        return _count_step(fake, policy, tracker, mode, layer_names, foreign_bytes)
+
+
+def track_step(
+    workload: Workload,
+    policy: Policy | PolicyModule,
+    *,
+    device: torch.device,
+    layer_names: tuple[str, ...] = (),
+    foreign_bytes: int = 0,
+    workspaces: Mapping[WorkspaceKey, int] | None = None,
+) -> Forecast:
+    """Returns what one step under `policy` needs, counted while it runs on real tensors.
+
+    For steps that fake tensors cannot run, since shapes depend on values: boolean masks, routing to
+    experts. The parameters move as in any step. The optimizer's state must exist already. A step
+    that leaves its gradients to the next one runs twice; afterwards gradients are dropped. Whatever
+    the step raises goes through, running out of memory included.
+
+    Known limits: of the memory that a kernel takes while it runs, only learnt `workspaces` are
+    seen; the batch that a callable returns is held for the whole step; and the count is for the
+    routing of this very batch.
+    """
+    tracker = StorageTracker(workspaces or {}, device_type=device.type)
+    workload.drop_gradients()
+    gc.collect()
+    real = replace(workload, batch=workload.next_batch())
+    return _count_step(
+        real,
+        policy,
+        tracker,
+        contextlib.nullcontext(),
+        layer_names,
+        foreign_bytes,
     )
-    with _faked(workload, mode) as fake, _seen_as_real():
-        for tensor in fake.tensors:
-            tracker.note(tensor)
-        tracker.live_bytes += foreign_bytes
-        resident_bytes = tracker.live_bytes
-        try:
-            with (
-                applied(workload.model, policy),
-                phases_marked(workload.model),
-                _random_states_noted(tracker),
-                _layers_noted(tracker, workload.model),
-                mode,
-                tracker,
-            ):
-                fake.workload.run_step()
+
+
+def _count_step(
+    workload: Workload,
+    policy: Policy | PolicyModule,
+    tracker: StorageTracker,
+    mode: contextlib.AbstractContextManager[Any],
+    layer_names: tuple[str, ...],
+    foreign_bytes: int,
+) -> Forecast:
+    optimizer = workload.optimizer
+    states = len(optimizer.state) if optimizer is not None else 0
+    for tensor in _own_tensors(workload):
+        tracker.note(tensor)
+    tracker.live_bytes += foreign_bytes
+    tracker.begin()
+    try:
+        with (
+            applied(workload.model, policy),
+            phases_marked(workload.model),
+            _random_states_noted(tracker),
+            _layers_noted(tracker, workload.model),
+            mode,
+            tracker,
+            listening_to_phases(tracker.enter_phase),
+            tracker.watching(workload.model, layer_names),
+        ):
+            workload.run_step()
+            has_made_state = optimizer is not None and len(optimizer.state) > states
+            if has_made_state or any(p.grad is not None for p in workload.parameters()):
                 tracker.begin()
-                with (
-                    listening_to_phases(tracker.enter_phase),
-                    tracker.watching(workload.model, layer_names),
-                ):
-                    fake.workload.run_step()
-        except DataDependentOutputException as error:
-            raise CannotForecast(f"the step reads values: {error}") from error
-        finally:
-            workload.drop_gradients()
+                workload.run_step()
+    finally:
+        workload.drop_gradients()
     peaks = tracker.phase_peak_bytes
     return Forecast(
         peak_bytes=max(peaks.values()),
         peak_phase=max(peaks, key=lambda phase: peaks[phase]),
         phase_peak_bytes=peaks,
-        resident_bytes=resident_bytes,
+        resident_bytes=foreign_bytes + tracker.bytes_of(_own_tensors(workload)),
         layer_bytes=tracker.layer_bytes,
         recomputed={name: dict(calls) for name, calls in tracker.recomputed.items()},
     )
 
 
 class StorageTracker(TorchDispatchMode):
-    """Counts the bytes of all storages that are alive, per phase of the step."""
+    """Counts the bytes of all storages that are alive, per phase of the step.
+
+    The tensors may be fake or real. Known limits: memory that a kernel takes and gives back while
+    it runs is seen as far as `workspaces` tell; allocators round sizes up, and hold more than what
+    is alive; a storage that is resized, or made by code outside of torch's ops, keeps its old size
+    or is not seen; sums of gradients in user code that look like the engine's own are taken for
+    them.
+    """
 
     supports_higher_order_operators = True
 
@@ -154,7 +226,9 @@ class StorageTracker(TorchDispatchMode):
     def begin(self) -> None:
         """Forgets the peaks so far: the step that counts begins."""
         self.phase_peak_bytes.clear()
+        self.layer_bytes.clear()
         self.recomputed.clear()
+        self._growth.clear()
         self._values_read = 0
         self._phase = Phase.FORWARD
         self._note_peak()
@@ -168,15 +242,10 @@ class StorageTracker(TorchDispatchMode):
 
     def note(self, value: Any) -> None:
         """Counts the storage of `value`, if it is a tensor that was not seen before."""
-        if not isinstance(value, torch.Tensor) or value.device.type != self._device_type:
-            return
-        try:
-            storage = value.untyped_storage()
-        except (RuntimeError, NotImplementedError):  # no storage of its own
+        storage = self._storage_of(value)
+        if storage is None or storage._cdata in self._storages:
             return
         key = storage._cdata
-        if key in self._storages:
-            return
         size_bytes = storage.nbytes()
         self.live_bytes += size_bytes
 
@@ -187,6 +256,11 @@ class StorageTracker(TorchDispatchMode):
 
         self._storages[key] = weakref.ref(storage, forget)
         self._producers[key] = _current_node()
+
+    def bytes_of(self, tensors: Iterable[torch.Tensor]) -> int:
+        """Returns the bytes of the storages of `tensors`, each once."""
+        storages = (self._storage_of(tensor) for tensor in tensors)
+        return sum({s._cdata: s.nbytes() for s in storages if s is not None}.values())
 
     @contextlib.contextmanager
     def watching(self, model: torch.nn.Module, layer_names: tuple[str, ...]) -> Iterator[None]:
@@ -215,6 +289,8 @@ class StorageTracker(TorchDispatchMode):
             self._values_read += 1
             return self._values[self._values_read - 1]
         kwargs = kwargs or {}
+        if func is FAKE_DEVICE:
+            return func(*args, **kwargs)
         if self.running_layer and not _in_forward():
             calls = self.recomputed.setdefault(self.running_layer, collections.Counter())
             calls[str(func), site_of(str(func), args)] += 1
@@ -224,6 +300,14 @@ class StorageTracker(TorchDispatchMode):
         if not self._deferred:
             self._note_peak(self._workspace_of(func, args))
         return output
+
+    def _storage_of(self, value: Any) -> torch.UntypedStorage | None:
+        if not isinstance(value, torch.Tensor) or value.device.type != self._device_type:
+            return None
+        try:
+            return value.untyped_storage()
+        except (RuntimeError, NotImplementedError):  # no storage of its own
+            return None
 
     def _layer_hooks(self, name: str) -> tuple[Callable[..., None], Callable[..., None]]:
         begun: list[int] = []
@@ -319,105 +403,19 @@ def _current_node() -> object:
 
 def foreign_tensor_bytes(workload: Workload, device: torch.device) -> int:
     """Returns the bytes on `device` in tensors that are not the workload's, between two steps."""
+    tracker = StorageTracker({}, device_type=device.type)
+    return max(0, allocated_bytes(device) - tracker.bytes_of(_own_tensors(workload)))
+
+
+def _own_tensors(workload: Workload) -> list[torch.Tensor]:
     own: list[Any] = [*workload.parameters(), *workload.model.buffers()]
     if workload.optimizer is not None:
         own += pytree.tree_leaves(list(workload.optimizer.state.values()))
     own += [] if callable(workload.batch) else pytree.tree_leaves(workload.batch)
-    storages = {
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-        for tensor in own
-        if isinstance(tensor, torch.Tensor) and tensor.device.type == device.type
-    }
-    return max(0, allocated_bytes(device) - sum(storages.values()))
+    return [tensor for tensor in own if isinstance(tensor, torch.Tensor)]
 
 
-# --- fake tensors in the place of real ones -------------------------------------------------------
-
-
-@dataclass(slots=True)
-class _Fake:
-    workload: Workload
-    tensors: list[torch.Tensor]
-
-
-@contextlib.contextmanager
-def _faked(workload: Workload, mode: FakeTensorMode) -> Iterator[_Fake]:
-    """Puts fake tensors into the same model, optimizer and batch, and the real ones back."""
-    swap = _Swap(mode)
-    try:
-        swap.fake_model(workload.model)
-        if workload.optimizer is not None:
-            swap.fake_optimizer(workload.optimizer)
-        batch = swap.fake_tree(workload.next_batch())
-        yield _Fake(workload=replace(workload, batch=batch), tensors=swap.tensors)
-    finally:
-        swap.put_back()
-
-
-class _Swap:
-    def __init__(self, mode: FakeTensorMode) -> None:
-        self.tensors: list[torch.Tensor] = []
-        self._mode = mode
-        self._fakes: dict[int, torch.Tensor] = {}
-        self._originals: list[torch.Tensor] = []
-        self._undo: list[Callable[[], None]] = []
-
-    def fake_model(self, model: torch.nn.Module) -> None:
-        for module in model.modules():
-            for table in (module._parameters, module._buffers):
-                for name, tensor in list(table.items()):
-                    if tensor is not None:
-                        self._undo.append(_setter(table, name, tensor))
-                        table[name] = self.fake(tensor)  # type: ignore[assignment]
-
-    def fake_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        state = optimizer.state
-        fake_state: Any = collections.defaultdict(dict)
-        for parameter, entries in state.items():
-            fake_state[self.fake(parameter)] = {
-                name: self._fake_state(value) for name, value in entries.items()
-            }
-        self._undo.append(lambda: setattr(optimizer, "state", state))
-        optimizer.state = fake_state
-        for group in optimizer.param_groups:
-            self._undo.append(_setter(group, "params", group["params"]))
-            group["params"] = [self.fake(parameter) for parameter in group["params"]]
-
-    def fake_tree(self, tree: Any) -> Any:
-        return pytree.tree_map_only(torch.Tensor, self.fake, tree)
-
-    def fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in self._fakes:
-            fake: torch.Tensor = self._mode.from_tensor(tensor.detach())
-            if isinstance(tensor, torch.nn.Parameter):
-                fake = torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
-            self._keep(tensor, fake)
-        return self._fakes[id(tensor)]
-
-    def put_back(self) -> None:
-        for undo in reversed(self._undo):
-            undo()
-
-    def _fake_state(self, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        if value.dim() == 0 and value.device.type == "cpu":
-            # A step count is read with .item(), so it has to be a constant made inside the mode.
-            number = value.item()
-            with self._mode:
-                constant = torch.tensor(number, dtype=value.dtype)
-            self._keep(value, constant)
-            return constant
-        return self.fake(value)
-
-    def _keep(self, tensor: torch.Tensor, fake: torch.Tensor) -> None:
-        self._fakes[id(tensor)] = fake
-        self._originals.append(tensor)  # alive, so that its id stays its own
-        self.tensors.append(fake)
-
-
-def _setter(table: dict[str, Any], name: str, value: Any) -> Callable[[], None]:
-    return lambda: table.__setitem__(name, value)
+# --- what the tracker is told ---------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -455,26 +453,3 @@ def _layers_noted(tracker: StorageTracker, model: torch.nn.Module) -> Iterator[N
         yield
     finally:
         policy_runtime._run_forward = plain
-
-
-@contextlib.contextmanager
-def _seen_as_real() -> Iterator[None]:
-    """Keeps transformers from taking another path because it sees fake tensors.
-
-    It asks `is_tracing()`, true for fake tensors, whether it may skip building an attention mask; a
-    real step skips it. The function is imported by name, so each module that has it is changed.
-    """
-    changed: list[tuple[Any, str, Any]] = []
-    for module_name, module in list(sys.modules.items()):
-        if module is None or not module_name.startswith("transformers."):
-            continue
-        for name in ("is_tracing", "is_fake_tensor"):
-            function = vars(module).get(name)
-            if callable(function):
-                changed.append((module, name, function))
-                setattr(module, name, lambda *args, **kwargs: False)
-    try:
-        yield
-    finally:
-        for module, name, function in changed:
-            setattr(module, name, function)

@@ -1,7 +1,8 @@
 """What each layer runs: its ops, their class, bytes, seconds, and whether they can be saved.
 
 The forward pass runs once for warming up and a few times for timing, under plain checkpointing of
-all layers, so it needs no more memory than that. No backward pass is run.
+all layers, so it needs no more memory than that. No backward pass is run. On fake tensors, where
+there is nothing to time, it runs once, and each op gets a price.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import hashlib
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -20,11 +21,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sac_search.apply import applied
 from sac_search.device import Clock, OpTimer
+from sac_search.fake import FAKE_DEVICE
 from sac_search.layers import Layer, group_layers
 from sac_search.opclasses import OpClass, classify
 from sac_search.policy import checkpoint_layers
 from sac_search.policy_runtime import HIDDEN_VIEWS, site_of
 from sac_search.workload import Workload
+
+# Seconds of one call, from the op, its arguments and keywords, and what it returned.
+PriceOp = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], float]
 
 # torch has no annotations for it.
 _refer_weakly: Callable[[torch.UntypedStorage], Any] = StorageWeakRef
@@ -97,7 +102,16 @@ class _LayerRecord:
     ops: dict[tuple[str, str], _OpRecord] = field(default_factory=dict)
     calls: int = 0
     input_bytes: int = 0
-    sequence: list[str] = field(default_factory=list)
+    sequence: list[tuple[str, str]] = field(default_factory=list)
+    """What runs, op by op: the op with its site, and the shapes that come out."""
+    shapes_depend_on_values: bool = False
+    """Routing, boolean masks: shapes are another batch's, or another layer's, otherwise."""
+
+    @property
+    def signature(self) -> str:
+        """A hash that alike layers share."""
+        lines = [op if self.shapes_depend_on_values else op + out for op, out in self.sequence]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def trace_layers(
@@ -109,12 +123,27 @@ def trace_layers(
     repeats: int = 3,
 ) -> list[LayerTrace]:
     """Returns what each of `layers` runs in one forward pass, in the order in which they run."""
-    passes = [_trace_once(workload, layers, device, clock) for _ in range(repeats + 1)][1:]
+    passes = [
+        _trace_once(workload, layers, _TimedOps(OpTimer(device, clock))) for _ in range(repeats + 1)
+    ]
+    return _layer_traces(layers, passes[1:])
+
+
+def price_layers(
+    workload: Workload, layers: Sequence[Layer], price_op: PriceOp
+) -> list[LayerTrace]:
+    """Returns the same as `trace_layers`, but for the seconds: those are what `price_op` says.
+
+    Fake tensors will do; their mode has to be active.
+    """
+    return _layer_traces(layers, [_trace_once(workload, layers, _PricedOps(price_op))])
+
+
+def _layer_traces(
+    layers: Sequence[Layer], passes: Sequence[dict[str, _LayerRecord]]
+) -> list[LayerTrace]:
     last = passes[-1]
-    signatures = {
-        layer.name: hashlib.sha256("\n".join(last[layer.name].sequence).encode()).hexdigest()
-        for layer in layers
-    }
+    signatures = {layer.name: last[layer.name].signature for layer in layers}
     kind_of = {
         name: kind for kind, names in group_layers(layers, signatures).items() for name in names
     }
@@ -156,9 +185,9 @@ def _finish_op(key: tuple[str, str], record: _OpRecord, seconds: list[float]) ->
 
 
 def _trace_once(
-    workload: Workload, layers: Sequence[Layer], device: torch.device, clock: Clock
+    workload: Workload, layers: Sequence[Layer], clock: _OpClock
 ) -> dict[str, _LayerRecord]:
-    recorder = _Recorder(OpTimer(device, clock))
+    recorder = _Recorder(clock)
     policy = checkpoint_layers(layer.name for layer in layers)
     with applied(workload.model, policy), recorder.watching(workload.model, layers), recorder:
         workload.run_forward()
@@ -166,15 +195,53 @@ def _trace_once(
     return recorder.records
 
 
+class _OpClock(Protocol):
+    """Tells how long ops take."""
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs an op and returns its output."""
+
+    def seconds(self) -> list[float]:
+        """Returns the seconds of each op that was run, in order."""
+
+
+class _TimedOps:
+    def __init__(self, timer: OpTimer) -> None:
+        self._timer = timer
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._timer.start()
+        output = func(*args, **kwargs)
+        self._timer.stop()
+        return output
+
+    def seconds(self) -> list[float]:
+        return self._timer.seconds()
+
+
+class _PricedOps:
+    def __init__(self, price_op: PriceOp) -> None:
+        self._price_op = price_op
+        self._seconds: list[float] = []
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        output = func(*args, **kwargs)
+        self._seconds.append(self._price_op(func, args, kwargs, output))
+        return output
+
+    def seconds(self) -> list[float]:
+        return self._seconds
+
+
 class _Recorder(TorchDispatchMode):
     """Writes down every op that runs inside a watched layer."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, timer: OpTimer) -> None:
+    def __init__(self, clock: _OpClock) -> None:
         super().__init__()
         self.records: dict[str, _LayerRecord] = {}
-        self._timer = timer
+        self._clock = clock
         self._timed: list[_OpRecord] = []
         self._running: list[str] = []
         # By storages, held weakly: an address is soon another tensor's.
@@ -198,7 +265,7 @@ class _Recorder(TorchDispatchMode):
                 handle.remove()
 
     def fill_in_seconds(self) -> None:
-        for record, seconds in zip(self._timed, self._timer.seconds(), strict=True):
+        for record, seconds in zip(self._timed, self._clock.seconds(), strict=True):
             record.seconds.append(seconds)
 
     def __torch_dispatch__(
@@ -209,12 +276,12 @@ class _Recorder(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if func is FAKE_DEVICE:
+            return func(*args, **kwargs)
         if not self._running:
             self._note_mutations(func, args, kwargs)
             return func(*args, **kwargs)
-        self._timer.start()
-        output = func(*args, **kwargs)
-        self._timer.stop()
+        output = self._clock.run(func, args, kwargs)
         self._write(func, args, kwargs, output)
         return output
 
@@ -233,7 +300,8 @@ class _Recorder(TorchDispatchMode):
     def _write(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
         layer = self.records[self._running[0]]
         name = str(func)
-        record = layer.ops.setdefault((name, site_of(name, args)), _OpRecord())
+        site = site_of(name, args)
+        record = layer.ops.setdefault((name, site), _OpRecord())
         record.calls += 1
         self._timed.append(record)
         self._note_mutations(func, args, kwargs)
@@ -245,17 +313,20 @@ class _Recorder(TorchDispatchMode):
         )
         record.random |= _draws_random(func, args, kwargs)
         outputs = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-        layer.sequence.append(f"{name} {[list(tensor.shape) for tensor in outputs]}")
+        shapes = str([list(tensor.shape) for tensor in outputs])
+        layer.sequence.append((f"{name}[{site}] ", shapes))
+        tags = getattr(func, "tags", ())
+        layer.shapes_depend_on_values |= torch.Tag.dynamic_output_shape in tags
         if record.mutates or record.view:
             return
         taken = {
-            _address(leaf)
+            _storage_key(leaf)
             for leaf in pytree.tree_leaves((args, kwargs))
             if isinstance(leaf, torch.Tensor)
         }
         record.output_bytes += _new_bytes(outputs, taken)
         for tensor in outputs:
-            if _address(tensor) not in taken:
+            if _storage_key(tensor) not in taken:
                 self._producers[_storage_of(tensor)] = record
 
     def _note_mutations(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -282,9 +353,10 @@ def _draws_random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
     return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
 
 
-def _address(tensor: torch.Tensor) -> int:
+def _storage_key(tensor: torch.Tensor) -> int:
+    # Not by its address, which fake tensors have none of. As long as both are alive.
     try:
-        return tensor.untyped_storage().data_ptr()
+        return int(tensor.untyped_storage()._cdata)
     except (RuntimeError, NotImplementedError):  # no storage of its own
         return 0
 
@@ -301,8 +373,8 @@ def _new_bytes(leaves: Sequence[Any], known: set[int]) -> int:
     total_bytes = 0
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
-            address = _address(leaf)
-            if address and address not in seen:
-                seen.add(address)
+            key = _storage_key(leaf)
+            if key and key not in seen:
+                seen.add(key)
                 total_bytes += leaf.untyped_storage().nbytes()
     return total_bytes

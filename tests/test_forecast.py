@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,14 +12,16 @@ from torch import nn
 
 from sac_search.apply import applied
 from sac_search.device import Clock
+from sac_search.errors import CannotForecast
 from sac_search.forecast import (
-    CannotForecast,
     forecast_step,
     foreign_tensor_bytes,
     record_values,
+    track_step,
 )
 from sac_search.measure import StepMeter
 from sac_search.policy import NO_CHECKPOINTING, Policy, Tier, checkpoint_layers
+from sac_search.records import Phase
 from sac_search.workload import Workload
 from sac_search.workspaces import learn_workspaces
 
@@ -58,6 +62,23 @@ class Gate(nn.Module):
         return self.inner(x) if bool((x.abs().sum() > 0).all()) else x
 
 
+class Experts(nn.Module):
+    """Sends each row to one of three blocks: shapes that depend on values."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, 3)
+        self.experts = nn.ModuleList(Block(width) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, chosen = self.router(x).softmax(-1).max(-1)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero().squeeze(1)
+            out = out.index_add(0, rows, expert(x[rows]) * weights[rows, None])
+        return x + out
+
+
 def mean_square(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return model(batch).square().mean()
 
@@ -85,6 +106,29 @@ def conv() -> Workload:
     model = nn.Sequential(*(ConvBlock(16) for _ in range(4)))
     optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
     return Workload(model, mean_square, torch.randn(4, 16, 24, 24), optimizer)
+
+
+def routed() -> Workload:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Experts(32) for _ in range(4)))
+    # At this rate rows stay with their experts from step to step.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    return Workload(model, mean_square, torch.randn(96, 32), optimizer)
+
+
+def leaving_gradients() -> Workload:
+    plain = mlp()
+    assert plain.optimizer is not None
+    optimizer = plain.optimizer
+
+    def step(workload: Workload) -> torch.Tensor:
+        loss = workload.run_loss()
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return replace(plain, step=step)
 
 
 def frozen_with_accumulation() -> Workload:
@@ -255,3 +299,199 @@ def test_tensors_of_another_device_do_not_count() -> None:
         workload.optimizer,
     )
     assert forecast_step(mixed, NO_CHECKPOINTING).peak_bytes == plain.peak_bytes
+
+
+def test_optimizer_state_made_in_a_forecast_counts_from_the_start() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(Block(48) for _ in range(4)))
+        batch = torch.empty(64, 48)
+    on_meta = Workload(model, mean_square, batch, torch.optim.AdamW(model.parameters()))
+    workload = mlp()
+    workload.run_step()
+    for policy in (NO_CHECKPOINTING, policies()["full"]):
+        assert forecast_step(on_meta, policy) == forecast_step(workload, policy)
+    sizes = [p.numel() for p in model.parameters()]
+    # AdamW keeps two tensors of each parameter's size, and a count.
+    expected = 4 * (3 * sum(sizes) + len(sizes) + 64 * 48)
+    assert forecast_step(on_meta, NO_CHECKPOINTING).resident_bytes == expected
+
+
+def test_only_the_second_of_two_steps_counts() -> None:
+    workload = mlp()
+    workload.run_step()
+    rows: list[int] = []
+
+    def step(workload: Workload) -> torch.Tensor:
+        rows.append(16 if rows else 64)
+        loss = mean_square(workload.model, workload.batch[: rows[-1]])
+        loss.backward()
+        # What the layers keep here is gone before the next step, the gradients are not.
+        workload.run_loss()
+        if len(rows) > 1:
+            workload.drop_gradients()
+        return loss
+
+    def short(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return mean_square(model, batch[:16])
+
+    counted = forecast_step(
+        replace(workload, step=step, loss_fn=short), NO_CHECKPOINTING, layer_names=("0", "1")
+    )
+    assert rows == [64, 16]
+    expected = forecast_step(
+        replace(workload, loss_fn=short), NO_CHECKPOINTING, layer_names=("0", "1")
+    )
+    assert counted.layer_bytes == expected.layer_bytes
+
+
+def test_a_step_that_leaves_nothing_behind_runs_once() -> None:
+    workload = mlp()
+    runs: list[str] = []
+
+    def step(workload: Workload) -> torch.Tensor:
+        runs.append("step")
+        loss = mean_square(workload.model, workload.batch)
+        loss.backward()
+        assert workload.optimizer is not None
+        workload.optimizer.step()
+        workload.drop_gradients()
+        return loss
+
+    counted = replace(workload, step=step)
+    forecast_step(counted, NO_CHECKPOINTING)
+    assert len(runs) == 2  # the optimizer's state was made in the first
+    workload.run_step()
+    forecast_step(counted, NO_CHECKPOINTING)
+    assert len(runs) == 3
+
+
+# --- what fakes cannot do -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: x.nonzero(),
+        lambda x: x[x > 0],
+        lambda x: torch.where(x > 0)[0],
+        lambda x: x.unique(),
+        lambda x: x.sum().item(),
+        lambda x: x.sum(-1).tolist(),
+        lambda x: torch.equal(x, x + 1),
+    ],
+)
+def test_a_step_that_needs_values_has_no_forecast(read: Callable[[torch.Tensor], object]) -> None:
+    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        read(batch)
+        return mean_square(model, batch)
+
+    workload = mlp(loss_fn)
+    workload.run_step()
+    with pytest.raises(CannotForecast, match=r"the step reads values: aten\."):
+        forecast_step(workload, NO_CHECKPOINTING)
+    assert type(next(workload.model.parameters())) is nn.Parameter
+
+
+def test_an_op_without_fake_form_has_no_forecast() -> None:
+    library = torch.library.Library("sac_forecast_test", "DEF")
+    library.define("double(Tensor x) -> Tensor")
+    library.impl("double", lambda x: 2 * x, "CPU")
+    double = torch.ops.sac_forecast_test.double.default
+    try:
+        workload = mlp(lambda model, batch: mean_square(model, double(batch)))
+        workload.run_step()
+        with pytest.raises(CannotForecast, match=r"do not support the step.*double"):
+            forecast_step(workload, NO_CHECKPOINTING)
+    finally:
+        library._destroy()
+
+
+# --- real tensors ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "make",
+    [mlp, functools.partial(mlp, under_autocast), conv, routed, leaving_gradients],
+    ids=["mlp", "autocast", "convolution", "routed", "gradients left"],
+)
+def test_a_tracked_step_is_the_measured_peak(make: Callable[[], Workload]) -> None:
+    workload = make()
+    meter = StepMeter(workload=workload, device=CPU, clock=Clock.CPU, steps=1)
+    full = policies()["full"]
+    meter.run_untimed_step(full)
+    with applied(workload.model, full):
+        workspaces = learn_workspaces(workload.run_step, CPU)
+    workload.drop_gradients()
+    for name in ("none", "save matmuls"):
+        reading = meter._read_peak(policies()[name])
+        workload.drop_gradients()
+        tracked = track_step(
+            workload,
+            policies()[name],
+            device=CPU,
+            workspaces=workspaces,
+            foreign_bytes=foreign_tensor_bytes(workload, CPU),
+        )
+        assert tracked.peak_bytes == pytest.approx(reading.allocated_bytes, rel=0.002), name
+        assert tracked.peak_phase == reading.peak_phase, name
+
+
+@pytest.mark.parametrize(
+    "make", [mlp, with_dropout, conv, frozen_with_accumulation, leaving_gradients]
+)
+def test_a_tracked_step_is_the_forecast_where_there_is_one(make: Callable[[], Workload]) -> None:
+    workload = make()
+    workload.run_step()
+    workload.drop_gradients()
+    for policy in policies().values():
+        tracked = track_step(workload, policy, device=CPU, layer_names=("0", "1"))
+        forecast = forecast_step(workload, policy, layer_names=("0", "1"))
+        # A few numbers of the clipping are fakes in one and constants in the other.
+        assert tracked.phase_peak_bytes == pytest.approx(forecast.phase_peak_bytes, abs=512)
+        assert tracked == replace(forecast, phase_peak_bytes=tracked.phase_peak_bytes)
+
+
+def test_a_tracked_step_counts_workspaces_and_foreign_tensors() -> None:
+    workload = mlp()
+    workload.run_step()
+    plain = track_step(workload, NO_CHECKPOINTING, device=CPU)
+    foreign = track_step(workload, NO_CHECKPOINTING, device=CPU, foreign_bytes=4000)
+    assert foreign.peak_bytes == plain.peak_bytes + 4000
+    assert foreign.resident_bytes == plain.resident_bytes + 4000
+    linear = ("aten.addmm", ((144,), (64, 48), (48, 144)))
+    more = track_step(workload, NO_CHECKPOINTING, device=CPU, workspaces={linear: 10**6})
+    assert more.phase_peak_bytes[Phase.FORWARD] > plain.phase_peak_bytes[Phase.FORWARD] + 8 * 10**5
+
+
+def test_a_tracked_step_trains_and_leaves_nothing_behind() -> None:
+    workload = leaving_gradients()
+    workload.run_step()
+    before = [p.detach().clone() for p in workload.parameters()]
+    track_step(workload, policies()["full"], device=CPU, layer_names=("0",))
+    assert not torch.equal(before[0], workload.parameters()[0])
+    assert all(p.grad is None for p in workload.parameters())
+    for module in workload.model.modules():
+        assert not module._forward_hooks and not module._forward_pre_hooks
+    assert {type(m) for m in workload.model} == {Block}
+
+
+def test_one_step_is_enough_where_no_gradients_are_left() -> None:
+    steps: list[int] = []
+
+    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        steps.append(1)
+        return mean_square(model, batch)
+
+    workload = mlp(loss_fn)
+    workload.run_step()
+    track_step(workload, NO_CHECKPOINTING, device=CPU)
+    assert len(steps) == 2
+
+
+def test_a_batch_that_is_called_for_is_called_for_once() -> None:
+    workload = mlp()
+    workload.run_step()
+    plain = track_step(workload, NO_CHECKPOINTING, device=CPU)
+    batches = iter([workload.batch])
+    called = replace(workload, batch=lambda: next(batches))
+    assert track_step(called, NO_CHECKPOINTING, device=CPU) == plain

@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sac_search import trace
+from sac_search.builtin import GPT, GPTConfig, Llama, LlamaConfig, autocast_loss, next_token_loss
 from sac_search.device import Clock
+from sac_search.fake import FakeMode, faked
 from sac_search.layers import find_layers
 from sac_search.opclasses import OpClass
-from sac_search.trace import LayerTrace, OpTrace, trace_layers
+from sac_search.trace import LayerTrace, OpTrace, price_layers, trace_layers
 from sac_search.workload import Workload
 
 CPU = torch.device("cpu")
@@ -438,6 +440,83 @@ def test_seconds_follow_the_work() -> None:
 
     layer = trace_layer(Of(squares), repeats=3)
     assert op_of(layer, tiny.MM).seconds > 5 * op_of(layer, "aten.sin.default").seconds > 0
+
+
+# --- fake tensors ---------------------------------------------------------------------------------
+
+
+def decoder(autocast: bool) -> tuple[nn.Module, Tensor, Callable[..., Tensor]]:
+    model = GPT(GPTConfig(layers=2, hidden=16, heads=2, vocabulary=32, sequence_length=8))
+    return (
+        model,
+        torch.zeros(2, 9, dtype=torch.long),
+        autocast_loss if autocast else next_token_loss,
+    )
+
+
+def rotary_decoder() -> tuple[nn.Module, Tensor, Callable[..., Tensor]]:
+    config = LlamaConfig(
+        layers=2,
+        hidden=16,
+        heads=2,
+        key_value_heads=1,
+        intermediate=24,
+        vocabulary=32,
+        sequence_length=8,
+    )
+    return Llama(config), torch.zeros(2, 9, dtype=torch.long), next_token_loss
+
+
+def with_dropout() -> tuple[nn.Module, Tensor, Callable[..., Tensor]]:
+    return tiny.stack(2, dropout=0.1), tiny.tokens(), lambda m, x: m(x).square().mean()
+
+
+def convolutions() -> tuple[nn.Module, Tensor, Callable[..., Tensor]]:
+    layer = nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), nn.BatchNorm2d(2), nn.ReLU(inplace=True))
+    return tiny.Stack(layer), torch.ones(2, 2, 5, 5), lambda m, x: m(x).square().mean()
+
+
+@pytest.mark.parametrize("on_meta", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [lambda: decoder(False), lambda: decoder(True), rotary_decoder, with_dropout, convolutions],
+    ids=["gpt", "autocast", "llama", "dropout", "convolutions"],
+)
+def test_a_trace_of_fakes_is_that_of_real_tensors_but_for_seconds(
+    make: Callable[[], tuple[nn.Module, Tensor, Callable[..., Tensor]]], on_meta: bool
+) -> None:
+    model, batch, loss_fn = make()
+    real = trace_model(model, batch=batch, loss_fn=loss_fn)
+    if on_meta:
+        model, batch = model.to("meta"), batch.to("meta")
+    mode = FakeMode()
+    with faked(Workload(model, loss_fn, batch), mode) as fake, mode:
+        layers = find_layers(fake.model, fake.run_loss, "blocks.*")
+        priced = price_layers(fake, layers, lambda func, args, kwargs, output: 0.25)
+    assert {op.seconds / op.calls for layer in priced for op in layer.ops} == {0.25}
+    assert [without_seconds(layer) for layer in priced] == [without_seconds(x) for x in real]
+
+
+def without_seconds(layer: LayerTrace) -> LayerTrace:
+    return replace(layer, ops=tuple(replace(op, seconds=0.0) for op in layer.ops))
+
+
+def test_a_price_is_made_from_the_call_and_what_came_of_it() -> None:
+    seen: list[Any] = []
+
+    def price(func: Any, args: Any, kwargs: Any, output: Any) -> float:
+        seen.append((str(func), [x.shape for x in args], dict(kwargs), output.shape))
+        return 1.0
+
+    model = tiny.Stack(Of(torch.rand_like))
+    workload = Workload(model, lambda m, x: (m(x) + x.sum()).mean(), torch.ones(2, tiny.HIDDEN))
+    model.blocks[0].linear.weight.requires_grad_(False)
+    workload.batch.requires_grad_()
+    price_layers(workload, find_layers(model, workload.run_loss, "blocks.*"), price)
+    name, shapes, keywords, shape = seen[-1]
+    assert name == "aten.rand_like.default"
+    assert shapes == [shape] == [(2, tiny.HIDDEN)]
+    assert keywords["pin_memory"] is False
 
 
 # --- nothing is left ------------------------------------------------------------------------------
