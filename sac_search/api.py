@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime
 import inspect
-import json
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -16,26 +14,25 @@ from typing import Any, Protocol
 
 import torch
 
-from sac_search import records, units
-from sac_search._version import __version__
+from sac_search import units
+from sac_search.artifacts import make_result, no_fit_message, write_files
 from sac_search.device import Clock, find_device
-from sac_search.errors import NoPolicyFits, StudyNotFound, UsageError, WorkloadError
-from sac_search.export import render_module, write_whole
+from sac_search.errors import NoPolicyFits, StudyError, StudyNotFound, UsageError, WorkloadError
+from sac_search.rates import default_rates, find_rates
 from sac_search.records import Evidence, FailureKind
-from sac_search.report import rows
-from sac_search.space import LayerChoiceMode, build_space
+from sac_search.space import Granularity, LayerChoiceMode, build_space
 from sac_search.state import training_state_kept
-from sac_search.study.baselines import BASELINE_NAMES, FULL, NONE
+from sac_search.study.baselines import FULL, NONE
 from sac_search.study.candidate import Candidate, rank
 from sac_search.study.finish import (
     Winner,
     choose_winner,
     confirm,
-    stored_winner,
     with_confirmed_figures,
 )
+from sac_search.study.forecasting import ForecastStudy
 from sac_search.study.measurer import Measurer
-from sac_search.study.result import SearchResult, find_candidate, floor_of, to_document
+from sac_search.study.result import SearchResult, find_candidate, floor_of
 from sac_search.study.sampler import SamplerName
 from sac_search.study.search import Search, SearchSettings
 from sac_search.study.store import (
@@ -48,7 +45,7 @@ from sac_search.study.store import (
     open_study,
     unused_folder,
 )
-from sac_search.study.warmstart import start_from_others
+from sac_search.study.warmstart import adopt_trace, start_from_others
 from sac_search.worker.client import IN_WORKER, WorkerClient
 from sac_search.worker.session import Description, Session, SessionSettings, Verdict, set_threads
 from sac_search.workload import (
@@ -62,8 +59,6 @@ from sac_search.workload import (
     split_spec,
 )
 
-POLICY_FILE = "policy.py"
-RESULT_FILE = "result.json"
 LOG_FILE = "worker.log"
 
 
@@ -114,9 +109,11 @@ class SearchOptions:
     """Stop searching after this time."""
     trial_timeout_seconds: float | None = None
     """Give a trial up after this time; twenty baselines' worth when None."""
+    granularity: Granularity = Granularity.SITE
+    """What one save-or-recompute decision covers."""
     tiers: int = 2
-    """Save sets that layers of one kind may have in a plan: 1, 2, or 0 for no plans."""
-    sampler: SamplerName = SamplerName.GP
+    """Save sets that layers of one kind may have: 1 or 2."""
+    sampler: SamplerName = SamplerName.PLANNER
     """Who proposes."""
     seed: int = 0
     """Of the sampler."""
@@ -135,8 +132,8 @@ class SearchOptions:
             least = 0 if name == "trials" else 1
             if value is not None and value < least:
                 raise UsageError(f"{name} is {value}; it must be {least} or more")
-        if self.tiers not in (0, 1, 2):
-            raise UsageError(f"tiers is {self.tiers}; it must be 1, 2, or 0 for no plans")
+        if self.tiers not in (1, 2):
+            raise UsageError(f"tiers is {self.tiers}; it must be 1 or 2")
         for name in ("timeout_seconds", "trial_timeout_seconds"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
@@ -207,7 +204,84 @@ def search_spec(spec: str, options: SearchOptions, listener: Listener) -> Search
         return run_search(client, name, options, listener)
 
 
-def session_settings(spec: str, options: SearchOptions) -> SessionSettings:
+def forecast(
+    workload: str | Callable[..., Workload],
+    *,
+    budget_gb: float,
+    device: str | None = None,
+    listener: Listener | None = None,
+    **options: Any,
+) -> SearchResult:
+    """Finds the policy that should be fastest, without measuring anything.
+
+    The workload is built without memory where its factory takes a device, so that it may be far
+    larger than this machine. `device` names an accelerator whose published rates price the ops; one
+    that has the budget's memory when None. The result's evidence is `forecast`, its study continues
+    with measured trials once the same search runs on a device.
+
+    Raises:
+        NoPolicyFits: by forecast nothing stays under the budget.
+        WorkloadError: the workload itself fails, or cannot be forecast.
+        UsageError: an argument cannot be used, or the study holds measured trials.
+    """
+    spec = workload if isinstance(workload, str) else _spec_of(workload)
+    if spec is None:
+        raise UsageError(
+            "forecast() builds its workload in a process of its own, so it takes the place of a "
+            "factory (train.py:workload), or a factory at the top level of a file"
+        )
+    settings = _options(budget_gb, options)
+    return forecast_spec(spec, settings, device, listener or _Silence())
+
+
+def forecast_spec(
+    spec: str, options: SearchOptions, device: str | None, listener: Listener
+) -> SearchResult:
+    """Forecasts the workload that `spec` names, in a worker process."""
+    rates = default_rates(options.budget_bytes) if device is None else find_rates(device)
+    name = _study_name(options, default_study_name(spec, options.budget_gb))
+    require_file(spec)
+    folder = _study_folder(name, options)
+    make_folder(folder)
+    settings = session_settings(spec, options, forecast_device=rates.name)
+    with WorkerClient(settings, folder / LOG_FILE) as client, held(folder):
+        listener.on_phase("load")
+        description = client.describe()
+        for note in description.notes:
+            listener.on_note(note)
+        store = _open_or_create(folder, name, options, description, listener)
+        result = _forecast_study(store, client, description, options, listener)
+    if result.best is None:
+        raise NoPolicyFits(no_fit_message(result))
+    return result
+
+
+def _forecast_study(
+    store: StudyStore,
+    measurer: Measurer,
+    description: Description,
+    options: SearchOptions,
+    listener: Listener,
+) -> SearchResult:
+    listener.on_phase("forecast")
+    assert description.priced_step_seconds is not None
+    space = build_space(store.layers, options.layer_choice, options.granularity, options.tiers)
+    study = ForecastStudy(
+        store,
+        space,
+        measurer,
+        description.priced_step_seconds,
+        lambda candidate: listener.on_candidate(candidate, 0, store.budget_bytes),
+    )
+    winner = study.run()
+    result = make_result(store, winner, "forecast", False, description.notes)
+    write_files(result, store.folder)
+    return result
+
+
+def session_settings(
+    spec: str, options: SearchOptions, *, forecast_device: str | None = None
+) -> SessionSettings:
     """Returns the part of the options that the worker needs."""
     return SessionSettings(
         spec=spec,
@@ -217,6 +291,7 @@ def session_settings(spec: str, options: SearchOptions) -> SessionSettings:
         clock=options.clock,
         threads=options.threads,
         steps=options.steps,
+        forecast_device=forecast_device,
     )
 
 
@@ -245,7 +320,7 @@ def run_search(
         listener.on_note(note)
     folder = _study_folder(name, options)
     with held(folder):
-        store = _open_or_create(folder, name, options, description)
+        store = _open_or_create(folder, name, options, description, listener)
         result = _search_study(store, measurer, options, listener, description.notes)
     if result.best is None and not result.interrupted:
         raise NoPolicyFits(no_fit_message(result))
@@ -259,7 +334,9 @@ def _search_study(
     listener: Listener,
     notes: tuple[str, ...],
 ) -> SearchResult:
-    space = build_space(store.layers, options.layer_choice)
+    if not options.fresh:
+        adopt_trace(store, options.root)
+    space = build_space(store.layers, options.layer_choice, options.granularity, options.tiers)
     if not options.fresh:
         for other in start_from_others(store, options.root, space.decisions):
             listener.on_note(f"Starting from what study {other!r} measured in this environment.")
@@ -270,7 +347,6 @@ def _search_study(
         settings=SearchSettings(
             trials=options.trials,
             timeout_seconds=options.timeout_seconds,
-            tiers=options.tiers,
             sampler=options.sampler,
             seed=options.seed,
         ),
@@ -287,7 +363,7 @@ def _search_study(
         listener.on_note("Interrupted: verifying and exporting the best so far (again to give up).")
         winner = _finish(store, measurer, listener, options, interrupted)
     result = make_result(store, winner, reason, interrupted, tuple(notes))
-    _write_files(result, store.folder)
+    write_files(result, store.folder)
     return result
 
 
@@ -344,8 +420,14 @@ def _finish(
 
 
 def _open_or_create(
-    folder: Path, name: str, options: SearchOptions, description: Description
+    folder: Path,
+    name: str,
+    options: SearchOptions,
+    description: Description,
+    listener: Listener,
 ) -> StudyStore:
+    is_priced = description.priced_step_seconds is not None
+    evidence = Evidence.FORECAST if is_priced else Evidence.MEASURED
     try:
         store = open_study(folder)
     except StudyNotFound:
@@ -355,7 +437,19 @@ def _open_or_create(
             environment=description.environment,
             layers=description.layers,
             series=name,
+            evidence=evidence,
         )
+    is_forecast = evidence is Evidence.FORECAST
+    if is_forecast and store.candidates():
+        raise StudyError(
+            f"study {store.name!r} holds measured trials, to which a forecast has nothing to add; "
+            "leave --forecast out to continue it, or name another one with --study"
+        )
+    if is_forecast or store.evidence is Evidence.FORECAST:
+        if not is_forecast:
+            listener.on_note(f"Study {store.name!r} was forecast so far; now it is measured.")
+        # Forecasts stay in the study, apart; its environment becomes that of what comes now.
+        store.begin_anew(description.environment, description.layers, evidence)
     check_same(store, description.environment, options.budget_bytes, description.layers)
     return store
 
@@ -364,118 +458,6 @@ def _study_folder(name: str, options: SearchOptions) -> Path:
     if options.fresh:
         return unused_folder(options.root, name)
     return newest_folder(options.root, name) or options.root / name
-
-
-# --- results --------------------------------------------------------------------------------------
-
-
-def make_result(
-    store: StudyStore, winner: Winner, reason: str, interrupted: bool, notes: tuple[str, ...]
-) -> SearchResult:
-    """Returns the result of a study, from what it holds."""
-    candidates = sorted(with_confirmed_figures(store, store.candidates()), key=_reading_order)
-    return SearchResult(
-        study_name=store.name,
-        folder=store.folder,
-        budget_bytes=store.budget_bytes,
-        environment=store.environment,
-        candidates=tuple(candidates),
-        best=winner.best,
-        verification=winner.verification,
-        layer_count=len(store.layers),
-        floor_bytes=floor_of(find_candidate(candidates, FULL), store.layers),
-        stop_reason=reason,
-        bound_overhead_seconds=store.bound.overhead_seconds if store.bound is not None else None,
-        rejected=winner.rejected,
-        notes=notes,
-        interrupted=interrupted,
-    )
-
-
-def _reading_order(candidate: Candidate) -> int:
-    known = candidate.name in BASELINE_NAMES
-    return BASELINE_NAMES.index(candidate.name) if known else len(BASELINE_NAMES)
-
-
-def load_result(folder: Path) -> SearchResult:
-    """Returns the result of a study on disk, without measuring anything.
-
-    Raises:
-        StudyNotFound, StudyFileError: there is no such study, or it cannot be read.
-    """
-    store = open_study(folder)
-    return make_result(store, stored_winner(store), "read from the study", False, ())
-
-
-def render_policy(result: SearchResult, module_name: str = "policy") -> str:
-    """Returns the text of the exported module.
-
-    Raises:
-        UsageError: the study has no verified policy yet.
-    """
-    if result.best is None or result.best.measurement is None:
-        raise UsageError(
-            f"study {result.study_name!r} has no verified policy yet; run its search to the end"
-        )
-    figures = {
-        "step_seconds": result.best.step_seconds,
-        "peak_bytes": result.best.measurement.peak_bytes,
-        "overhead": result.overhead_of(result.best),
-    }
-    meta = {
-        "sac_search_version": __version__,
-        "study_name": result.study_name,
-        "evidence": str(Evidence.MEASURED),
-        "budget_bytes": result.budget_bytes,
-        "figures": figures,
-        "verification": records.to_builtins(result.verification),
-        "environment": records.to_builtins(result.environment),
-        "written": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    }
-    environment = [f"  {label}: {value}" for label, value in result.environment.labelled()]
-    headline = [
-        f"Activation-checkpointing policy, found by sac-search {__version__}.",
-        "",
-        *rows.headline(result),
-        "",
-        "Measured in this environment:",
-        *environment,
-    ]
-    return render_module(result.best.policy, meta=meta, headline=headline, module_name=module_name)
-
-
-def no_fit_message(result: SearchResult) -> str:
-    """Returns why nothing fits: the smallest peak, the floor, and the phase that holds the peak."""
-    budget = units.format_gib(result.budget_bytes)
-    measured = [c for c in result.candidates if c.measurement is not None]
-    if not measured:
-        return (
-            f"no policy fits {budget}: every policy that was tried ran out of memory. "
-            "Use a smaller batch, or a device with more memory"
-        )
-    smallest = min(measured, key=lambda c: c.measurement.peak_bytes if c.measurement else 0)
-    assert smallest.measurement is not None
-    if smallest.fits(result.budget_bytes):
-        return f"policies fit {budget}, but none passed verification: {'; '.join(result.rejected)}"
-    lines = [
-        f"no policy fits {budget}.",
-        f"The smallest peak is {units.format_gib(smallest.measurement.peak_bytes)}, by "
-        f"{smallest.name} ({smallest.policy.describe()}); its peak is in the phase: "
-        f"{smallest.measurement.peak_phase}.",
-    ]
-    if result.floor_bytes is not None:
-        lines.append(
-            f"No checkpointing policy can go under {units.format_gib(result.floor_bytes)}: "
-            "parameters, gradients, optimizer state and its temporaries, and the loss."
-        )
-    lines.append("Use a larger budget, a smaller batch, or an optimizer with less state.")
-    return "\n".join(lines)
-
-
-def _write_files(result: SearchResult, folder: Path) -> None:
-    write_whole(folder / RESULT_FILE, json.dumps(to_document(result), indent=1) + "\n")
-    if result.best is not None:
-        write_whole(folder / POLICY_FILE, render_policy(result))
 
 
 # --- names ----------------------------------------------------------------------------------------
@@ -521,6 +503,7 @@ def _options(budget_gb: float, options: dict[str, Any]) -> SearchOptions:
     enums: dict[str, Callable[[str], Any]] = {
         "sampler": SamplerName,
         "layer_choice": LayerChoiceMode,
+        "granularity": Granularity,
         "clock": Clock,
         "root": Path,
     }

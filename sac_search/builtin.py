@@ -1,7 +1,7 @@
 """The built-in workloads: a GPT and a Llama-shaped decoder that need torch alone.
 
-They are small on the CPU. On an accelerator their size follows the device's memory, and their batch
-is chosen so that the step does not fit without checkpointing.
+They are small on the CPU, but for `wide_gpt`. On an accelerator their size follows the device's
+memory, and their batch is chosen so that the step does not fit without checkpointing.
 """
 
 from __future__ import annotations
@@ -82,6 +82,9 @@ class LlamaConfig(DecoderConfig):
 CPU_GPT = GPTConfig(
     layers=6, hidden=192, heads=3, vocabulary=512, sequence_length=128, batch_size=8
 )
+WIDE_GPT = GPTConfig(
+    layers=8, hidden=512, heads=8, vocabulary=512, sequence_length=128, batch_size=8
+)
 CPU_LLAMA = LlamaConfig(
     layers=6,
     hidden=192,
@@ -104,12 +107,19 @@ GPT_SIZES = (
 )
 
 
-def workload(device: torch.device, batch_size: int | None = None) -> Workload:
-    """Returns a GPT's training step: fp32 on the CPU, else fp32 parameters under bf16 autocast."""
-    on_cpu = device.type == "cpu"
-    config = CPU_GPT if on_cpu else gpt_config(device_memory(device)[1])
-    loss_fn = next_token_loss if on_cpu else autocast_loss
-    return _build_workload(GPT, config, loss_fn, device, batch_size)
+def workload(
+    device: torch.device, batch_size: int | None = None, *, device_memory_bytes: int | None = None
+) -> Workload:
+    """Returns a GPT's training step: fp32 on the CPU, else fp32 parameters under bf16 autocast.
+
+    `device_memory_bytes` sizes it for an accelerator of that memory, whatever `device` is.
+    """
+    if device.type == "cpu" and device_memory_bytes is None:
+        return _build_workload(GPT, CPU_GPT, next_token_loss, device, batch_size)
+    total_bytes = device_memory_bytes or device_memory(device)[1]
+    return _build_workload(
+        GPT, gpt_config(total_bytes), autocast_loss, device, batch_size, total_bytes=total_bytes
+    )
 
 
 def llama(
@@ -127,6 +137,11 @@ def llama(
     config = config or (CPU_LLAMA if on_cpu else LLAMA_1B)
     dtype = dtype or (torch.float32 if on_cpu else torch.bfloat16)
     return _build_workload(Llama, config, next_token_loss, device, batch_size, dtype)
+
+
+def wide_gpt(device: torch.device, batch_size: int | None = None) -> Workload:
+    """Returns the step of an fp32 GPT that is wide enough for its matmuls to dominate on a CPU."""
+    return _build_workload(GPT, WIDE_GPT, next_token_loss, device, batch_size)
 
 
 def gpt_config(total_bytes: int) -> GPTConfig:
@@ -161,6 +176,7 @@ def _build_workload(
     device: torch.device,
     batch_size: int | None,
     dtype: torch.dtype = torch.float32,
+    total_bytes: int | None = None,
 ) -> Workload:
     torch.manual_seed(0)
     with torch.device(device):
@@ -168,7 +184,8 @@ def _build_workload(
     batch_size = batch_size or config.batch_size
     if batch_size is None:
         state_bytes = 4 * sum(p.nbytes for p in model.parameters())  # AdamW holds two of the four
-        batch_size = overfilling_batch_size(config, state_bytes, device_memory(device)[1])
+        total_bytes = total_bytes or device_memory(device)[1]
+        batch_size = overfilling_batch_size(config, state_bytes, total_bytes)
     shape = (batch_size, config.sequence_length + 1)
     generator = torch.Generator().manual_seed(0)
     return Workload(

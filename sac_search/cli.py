@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -19,14 +20,14 @@ import cyclopts
 from cyclopts import Parameter
 from rich.console import Console
 
-from sac_search import api, records
+from sac_search import api, artifacts, records
 from sac_search._version import __version__
 from sac_search.device import Clock
 from sac_search.errors import SacSearchError, StudyError, UsageError, WorkloadError
 from sac_search.export import write_whole
 from sac_search.frontier import find_frontier
 from sac_search.report import rows, terminal
-from sac_search.space import LayerChoiceMode
+from sac_search.space import Granularity, LayerChoiceMode
 from sac_search.study.result import SearchResult, to_document
 from sac_search.study.sampler import SamplerName
 from sac_search.study.store import list_studies, newest_folder, open_study
@@ -35,6 +36,8 @@ from sac_search.workload import BUILTIN_SPEC, require_file
 
 INTERRUPTED = 130
 _WIDTH_OF_FILES = 150
+# Behind a `--forecast` that names no device.
+_ANY_DEVICE = "any"
 
 app = cyclopts.App(
     name="sac-search",
@@ -80,6 +83,15 @@ def search(
     ],
     trials: Annotated[int, Parameter(help="Trials to measure beyond the baselines.")] = 40,
     timeout: Annotated[float | None, Parameter(help="Stop searching after SECONDS.")] = None,
+    forecast: Annotated[
+        str | None,
+        Parameter(
+            help=(
+                "Measure nothing: forecast for DEVICE (H100, 'RTX 4090', …) by its published "
+                "rates; without a name, for one that has the budget's memory."
+            ),
+        ),
+    ] = None,
     device: _Device = None,
     layers: _Layers = None,
     layer_choice: Annotated[
@@ -87,11 +99,16 @@ def search(
         Parameter(help="count: how many layers of each kind. each: a decision per layer."),
     ] = LayerChoiceMode.COUNT,
     batch_size: _BatchSize = None,
+    granularity: Annotated[
+        Granularity,
+        Parameter(help="site: ops of each weight shape apart. class: all ops of a class together."),
+    ] = Granularity.SITE,
     tiers: Annotated[
-        int,
-        Parameter(help="Save sets per layer kind in the planner's policies: 1, 2, or 0 for none."),
+        int, Parameter(help="Save sets that layers of one kind may have, 1 or 2.")
     ] = 2,
-    sampler: Annotated[SamplerName, Parameter(help="Who proposes the trials.")] = SamplerName.GP,
+    sampler: Annotated[
+        SamplerName, Parameter(help="Who proposes the trials; planner knows what they mean.")
+    ] = SamplerName.PLANNER,
     seed: Annotated[int, Parameter(help="Of the sampler.")] = 0,
     steps: Annotated[int, Parameter(help="Timed steps per trial.")] = 5,
     clock: _ClockOption = None,
@@ -107,18 +124,24 @@ def search(
     verbose: Annotated[bool, Parameter(name=["--verbose", "-v"], negative="")] = False,
 ) -> int:
     """Search the fastest policy under a budget, verify it and export it."""
+    if forecast is not None and device is not None:
+        raise UsageError(
+            f"--forecast measures nothing, so --device {device} has nothing to do; name the device "
+            "to forecast for with --forecast DEVICE"
+        )
     options = api.SearchOptions(
         budget_gb=budget_gb,
         study=study,
         root=root,
         fresh=fresh,
-        device=_device_for(workload, device),
+        device=device,
         layers=layers,
         layer_choice=layer_choice,
         batch_size=batch_size,
         trials=trials,
         timeout_seconds=timeout,
         trial_timeout_seconds=trial_timeout,
+        granularity=granularity,
         tiers=tiers,
         sampler=sampler,
         seed=seed,
@@ -129,13 +152,18 @@ def search(
     progress = terminal.SearchProgress(
         Console(stderr=json_output), quiet=quiet or json_output, verbose=verbose
     )
-    if options.device != device:
+    if forecast is None and _device_for(workload, device) != device:
         progress.on_note(
-            "This machine has no accelerator that torch can use, so the small built-in GPT is "
-            "measured on the CPU."
+            "This machine has no accelerator that torch can use, so the built-in GPT is forecast. "
+            "Add --device cpu to search a small one by measuring on the CPU."
         )
+        forecast = _ANY_DEVICE
     with progress:
-        result = api.search_spec(workload, options, progress)
+        if forecast is None:
+            result = api.search_spec(workload, options, progress)
+        else:
+            named = None if forecast == _ANY_DEVICE else forecast
+            result = api.forecast_spec(workload, options, named, progress)
     if json_output:
         print_text(json.dumps(to_document(result), indent=1))
     else:
@@ -154,8 +182,8 @@ def export(
     root: _Root = Path("studies"),
 ) -> int:
     """Write a study's best policy as a Python module that needs torch alone."""
-    result = api.load_result(_find_study(study, root))
-    write_whole(output, api.render_policy(result, module_name=output.stem))
+    result = artifacts.load_result(_find_study(study, root))
+    write_whole(output, artifacts.render_policy(result, module_name=output.stem))
     print_text(f"{output}: {result.policy.describe()}")
     return 0
 
@@ -288,7 +316,7 @@ def studies(*, root: _Root = Path("studies"), json_output: _Json = False) -> int
     entries, problems = [], []
     for folder in list_studies(root):
         try:
-            entries.append(api.load_result(folder))
+            entries.append(artifacts.load_result(folder))
         except StudyError as error:
             problems.append(str(error))
     if json_output:
@@ -307,7 +335,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         code = app(
-            list(sys.argv[1:] if arguments is None else arguments),
+            _with_any_device(sys.argv[1:] if arguments is None else arguments),
             exit_on_error=False,
             print_error=False,
             result_action="return_value",
@@ -355,6 +383,20 @@ def _has_accelerator() -> bool:
     import torch
 
     return torch.accelerator.is_available()
+
+
+def _with_any_device(arguments: Sequence[str]) -> list[str]:
+    """Returns the arguments with a value behind a `--forecast` that has none.
+
+    `--forecast train.py` names no device either: no device has a dot or a colon in its name.
+    """
+    completed: list[str] = []
+    for argument, following in itertools.zip_longest(arguments, arguments[1:], fillvalue="-"):
+        completed.append(argument)
+        names_device = not following.startswith("-") and not {".", ":", "/"} & set(following)
+        if argument == "--forecast" and not names_device:
+            completed.append(_ANY_DEVICE)
+    return completed
 
 
 def _device_for(workload: str, device: str | None) -> str | None:

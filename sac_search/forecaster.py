@@ -1,72 +1,62 @@
-"""Forecasts and plans for one loaded workload: what the planner needs, gathered once.
-
-Prices are in seconds as traced. They are rescaled by what full checkpointing was measured to cost.
-"""
+"""Forecasts for one loaded workload, and its profile: what the planner needs."""
 
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from sac_search.apply import applied
-from sac_search.forecast import Forecast, forecast_step, foreign_tensor_bytes, record_values
-from sac_search.policy import NO_CHECKPOINTING, Policy, checkpoint_layers
-from sac_search.profile import Profile, build_profile, plan_policy, rescaled
+from sac_search.errors import CannotForecast
+from sac_search.failures import failure_from
+from sac_search.forecast import (
+    Forecast,
+    forecast_step,
+    foreign_tensor_bytes,
+    record_values,
+    track_step,
+)
+from sac_search.policy import Policy, checkpoint_layers
+from sac_search.profile import DryRun, Profile, build_profile
+from sac_search.space import Granularity
 from sac_search.trace import LayerTrace
 from sac_search.workload import Workload
 from sac_search.workspaces import learn_workspaces
 
-# What the dispatch modes of a policy cost per op, forward and recompute together, in seconds.
-# Measured on the CPU of a narrow decoder: 20 to 30 microseconds.
-_SECONDS_PER_POLICY_OP = 25e-6
-# The trace is of one forward pass, and a step may have many; beyond this something is wrong.
-_LARGEST_RESCALING = 64.0
+# What the dispatch modes of a policy cost per op, forward and recompute together, in seconds: a
+# guess to begin with, for "recompute all (policy)" tells. On the CPU of a narrow decoder it was 20
+# to 30 microseconds; an accelerator works on while the host asks.
+_CPU_POLICY_CALL_SECONDS = 25e-6
+_ACCELERATOR_POLICY_CALL_SECONDS = 5e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanRequest:
-    """Budgets to plan for."""
+class ProfileRequest:
+    """What to profile."""
 
-    budgets_bytes: tuple[int, ...] = ()
-    """For the highest allocated bytes of a step."""
-    points: int = 0
-    """So many budgets more, evenly from the peak of full checkpointing to that of none."""
-    tiers: int = 2
-    """Save sets that layers of one kind may have."""
-    most_seconds: float | None = None
-    """After this time no further budget is begun; the first is always planned for."""
-    full_overhead_seconds: float | None = None
-    """What full checkpointing was measured to add to a step; None when it is not known."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
-    """A plan for one budget."""
-
-    budget_bytes: int
-    """The budget that it was made for."""
-    policy: Policy
-    """The policy."""
-    overhead_seconds: float
-    """Step time above that without checkpointing, forecast."""
-    peak_bytes: int
-    """Highest allocated bytes, forecast."""
-    bound_seconds: float | None
-    """Overhead that no policy of this form can go under, by the same prices."""
+    layers: tuple[LayerTrace, ...]
+    """The layers as they were traced when the study began."""
+    granularity: Granularity
+    """What one decision covers."""
 
 
 class Forecaster:
-    """Forecasts steps of one workload. Learns from one real step, under full checkpointing."""
+    """Forecasts steps of one workload. Learns from one real step, under full checkpointing.
+
+    Where fake tensors cannot take the step's path, since shapes depend on values, the step runs for
+    real and is counted while it runs: as exact, but it needs the memory that it counts.
+
+    Raises:
+        CannotForecast: not even that can be done.
+    """
 
     def __init__(
         self, workload: Workload, layers: Sequence[LayerTrace], device: torch.device
     ) -> None:
         self._workload = workload
-        self._layers = tuple(layers)
+        self._device = device
         self._names = tuple(layer.name for layer in layers)
         full = checkpoint_layers(self._names)
         with applied(workload.model, full):
@@ -78,83 +68,89 @@ class Forecaster:
         workload.drop_gradients()
         gc.collect()
         self._foreign_bytes = foreign_tensor_bytes(workload, device)
-        self._profile: Profile | None = None
         self._forecasts: dict[str, Forecast] = {}
-        self.full = self.forecast(full)
+        self.why_tracked = ""
+        """Why steps are counted while they run for real; empty where they need not be."""
+        try:
+            self.forecast(full)
+        except CannotForecast as error:
+            self.why_tracked = str(error)
+            self.forecast(full)
 
     def forecast(self, policy: Policy) -> Forecast:
         """Returns what a step under `policy` would need. Each policy is dry-run once.
 
         Raises:
-            CannotForecast: the step reads values that are not known.
+            CannotForecast: the step reads values that are not known, or does not fit when it runs.
         """
         # A plan's dry run, the check before a trial and the trial's record ask for the same one.
         if policy.key not in self._forecasts:
-            self._forecasts[policy.key] = forecast_step(
+            forecast = self._track if self.why_tracked else self._forecast
+            self._forecasts[policy.key] = forecast(policy)
+        return self._forecasts[policy.key]
+
+    def profile(self, request: ProfileRequest) -> Profile:
+        """Returns sizes and prices of the layers.
+
+        Raises:
+            CannotForecast: the step reads values that are not known.
+        """
+        return profile_workload(
+            self._workload, request, self.forecast, on_cpu=self._device.type == "cpu"
+        )
+
+    def _forecast(self, policy: Policy) -> Forecast:
+        return forecast_step(
+            self._workload,
+            policy,
+            workspaces=self._workspaces,
+            values=self._values,
+            layer_names=self._names,
+            foreign_bytes=self._foreign_bytes,
+        )
+
+    def _track(self, policy: Policy) -> Forecast:
+        try:
+            return track_step(
                 self._workload,
                 policy,
+                device=self._device,
                 workspaces=self._workspaces,
-                values=self._values,
                 layer_names=self._names,
                 foreign_bytes=self._foreign_bytes,
             )
-        return self._forecasts[policy.key]
+        except Exception as error:
+            failure = failure_from(error)
+            error.__traceback__ = error.__context__ = error.__cause__ = None
+            self._workload.drop_gradients()
+            raise CannotForecast(f"{failure.kind}: {failure.message}") from None
 
-    def plan(self, request: PlanRequest) -> list[Planned]:
-        """Returns the fastest policy for each budget, those left out that nothing fits."""
-        profile = self._scaled_profile(request.full_overhead_seconds)
-        plans: list[Planned] = []
-        started = time.monotonic()
-        for budget_bytes in (*request.budgets_bytes, *self.budgets(request.points)):
-            over = time.monotonic() - started >= (request.most_seconds or float("inf"))
-            if plans and over:
-                break
-            plan = plan_policy(profile, budget_bytes, self.forecast, tiers=request.tiers)
-            if plan is not None:
-                plans.append(
-                    Planned(
-                        budget_bytes=budget_bytes,
-                        policy=plan.policy,
-                        overhead_seconds=plan.overhead_seconds,
-                        peak_bytes=plan.forecast.peak_bytes,
-                        bound_seconds=plan.bound_seconds,
-                    )
-                )
-        return plans
 
-    def budgets(self, count: int) -> tuple[int, ...]:
-        """Returns `count` budgets, evenly from the peak of full checkpointing to that of none."""
-        if count == 0:
-            return ()
-        low = self.full.peak_bytes
-        high = self.forecast(NO_CHECKPOINTING).peak_bytes
-        steps = max(1, count - 1)
-        return tuple(round(low + step * (high - low) / steps) for step in range(count))
+def profile_workload(
+    workload: Workload, request: ProfileRequest, dry_run: DryRun, *, on_cpu: bool
+) -> Profile:
+    """Returns sizes and prices of a workload's layers.
 
-    def _scaled_profile(self, full_overhead_seconds: float | None) -> Profile:
-        if self._profile is None:
-            self._profile = build_profile(
-                self._layers,
-                self._gradient_bytes(),
-                self.forecast,
-                seconds_per_policy_op=_SECONDS_PER_POLICY_OP,
-            )
-        profile = self._profile
-        traced_seconds = sum(
-            profile.kinds[kind][1].option.overhead_seconds for kind in profile.problem.order
+    Raises:
+        CannotForecast: the step cannot be dry-run.
+    """
+    return build_profile(
+        request.layers,
+        _gradient_bytes(workload, [layer.name for layer in request.layers]),
+        dry_run,
+        granularity=request.granularity,
+        policy_call_seconds=(
+            _CPU_POLICY_CALL_SECONDS if on_cpu else _ACCELERATOR_POLICY_CALL_SECONDS
+        ),
+    )
+
+
+def _gradient_bytes(workload: Workload, names: Sequence[str]) -> dict[str, int]:
+    return {
+        name: sum(
+            p.numel() * p.element_size()
+            for p in workload.model.get_submodule(name).parameters()
+            if p.requires_grad
         )
-        if full_overhead_seconds is None or full_overhead_seconds <= 0 or traced_seconds <= 0:
-            return profile
-        factor = full_overhead_seconds / traced_seconds
-        factor = min(max(factor, 1 / _LARGEST_RESCALING), _LARGEST_RESCALING)
-        return rescaled(profile, factor)
-
-    def _gradient_bytes(self) -> dict[str, int]:
-        return {
-            name: sum(
-                p.numel() * p.element_size()
-                for p in self._workload.model.get_submodule(name).parameters()
-                if p.requires_grad
-            )
-            for name in self._names
-        }
+        for name in names
+    }

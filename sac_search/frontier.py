@@ -7,11 +7,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sac_search.cost_model import CostModel, Observation
 from sac_search.errors import WorkloadError
-from sac_search.forecaster import Planned, PlanRequest
-from sac_search.policy import NO_CHECKPOINTING, checkpoint_layers
+from sac_search.forecaster import ProfileRequest
+from sac_search.planning import PhasePeaks, PolicyPlanner
+from sac_search.policy import NO_CHECKPOINTING, Policy, Tier, checkpoint_layers
 from sac_search.records import Environment, Evidence, Measurement, Outcome
+from sac_search.space import Granularity, SearchSpace, build_space
 from sac_search.study.measurer import Measurer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A plan for one budget."""
+
+    budget_bytes: int
+    """The budget that it was made for."""
+    policy: Policy
+    """The policy."""
+    overhead_seconds: float
+    """Step time above that without checkpointing, forecast."""
+    peak_bytes: int
+    """Highest allocated bytes, forecast."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,24 +67,35 @@ def find_frontier(
 ) -> Frontier:
     """Returns the fastest policies for `points` budgets from full checkpointing to none.
 
-    Full and no checkpointing are measured first, since they set the prices. With `measure` every
-    policy is measured as well, `steps` timed steps each, interleaved.
+    Full and no checkpointing are measured first, and full checkpointing through a policy function,
+    since they set the prices. With `measure` every policy is measured as well, `steps` timed steps
+    each, interleaved.
 
     Raises:
         WorkloadError: full checkpointing does not run, or the workload cannot be forecast.
     """
     description = measurer.describe()
-    full_policy = checkpoint_layers(layer.name for layer in description.layers)
-    full, none = measurer.measure(full_policy), measurer.measure(NO_CHECKPOINTING)
+    space = build_space(description.layers, granularity=Granularity.SITE, tiers=tiers)
+    names = [layer.name for layer in description.layers]
+    ends = (
+        checkpoint_layers(names),
+        NO_CHECKPOINTING,
+        checkpoint_layers(names, Tier(through_policy=True)),
+    )
+    outcomes = [measurer.measure(policy) for policy in ends]
+    full, none = outcomes[0], outcomes[1]
     if full.measurement is None:
         assert full.failure is not None
         raise WorkloadError(
             f"the step does not run with its layers checkpointed ({full.failure.kind}). "
             f"{full.failure.advice}\n{full.failure.message}"
         )
-    overhead_seconds = _overhead_seconds(full.measurement, none.measurement)
-    request = PlanRequest(points=points, tiers=tiers, full_overhead_seconds=overhead_seconds)
-    plans = measurer.plan(request)
+    observations = [
+        _observation(space, policy, outcome.measurement, full.measurement)
+        for policy, outcome in zip(ends, outcomes, strict=True)
+        if outcome.measurement is not None
+    ]
+    plans = _plans(measurer, space, observations, points)
     if not plans:
         raise WorkloadError(" ".join(description.notes) or "no policy could be planned")
     found = [_point(plan, full.measurement, none.measurement) for plan in plans]
@@ -82,11 +110,47 @@ def find_frontier(
     )
 
 
-def _overhead_seconds(full: Measurement, none: Measurement | None) -> float | None:
-    """Returns what full checkpointing adds to a step, in seconds of the full measurement."""
-    if none is None:
-        return None
-    return full.reference_seconds * (full.relative_seconds - none.relative_seconds)
+def _observation(
+    space: SearchSpace, policy: Policy, measurement: Measurement, full: Measurement
+) -> Observation:
+    choices = space.choices_of(policy)
+    assert choices is not None
+    return Observation(
+        choices=choices,
+        through_policy=any(tier.through_policy for tier in policy.tiers),
+        seconds=full.reference_seconds * measurement.relative_seconds,
+        noise_fraction=measurement.step_noise_fraction,
+    )
+
+
+def _plans(
+    measurer: Measurer, space: SearchSpace, observations: list[Observation], points: int
+) -> list[Planned]:
+    request = ProfileRequest(layers=space.layers, granularity=space.granularity)
+    profile = measurer.profile(request)
+    if profile is None:
+        return []
+
+    def dry_run(policy: Policy) -> PhasePeaks | None:
+        return measurer.forecast(policy).phase_peak_bytes or None
+
+    planner = PolicyPlanner(profile, space, dry_run)
+    prices = CostModel(profile, observations).prices()
+    lowest = max(profile.least_kept.phase_peak_bytes.values())
+    highest = max(profile.most_kept.phase_peak_bytes.values())
+    plans = []
+    for index in range(points):
+        budget_bytes = round(lowest + index * (highest - lowest) / max(1, points - 1))
+        planned = planner.plan(budget_bytes, prices)
+        if planned is not None:
+            plan = Planned(
+                budget_bytes=budget_bytes,
+                policy=planned.policy,
+                overhead_seconds=planned.overhead_seconds,
+                peak_bytes=planned.peak_bytes,
+            )
+            plans.append(plan)
+    return plans
 
 
 def _point(plan: Planned, full: Measurement, none: Measurement | None) -> FrontierPoint:

@@ -103,6 +103,74 @@ def solve(problem: Problem, budget_bytes: int, *, tiers: int = 2) -> Plan | None
     return None
 
 
+def solve_greedily(problem: Problem, budget_bytes: int, *, tiers: int = 2) -> Plan | None:
+    """Returns a plan by taking, again and again, the change that wins most seconds per byte.
+
+    It begins with every layer keeping least. What a search for the optimum has to beat.
+    """
+    least = [
+        min(range(len(kind.options)), key=lambda o: kind.options[o].saved_bytes)
+        for kind in problem.kinds
+    ]
+    options = [least[kind] for kind in problem.order]
+    if peak_of(problem, options) > budget_bytes:
+        return None
+    while True:
+        changes = sorted(_changes(problem, options), key=lambda change: -change[0])
+        changed = (_arranged_by_size(problem, options, i, option) for _, i, option in changes)
+        fitting = (
+            plan
+            for plan in changed
+            if _most_tiers(problem, plan) <= tiers and peak_of(problem, plan) <= budget_bytes
+        )
+        better = next(fitting, None)
+        if better is None:
+            return _plan(problem, tuple(options))
+        options = better
+
+
+def _changes(problem: Problem, options: Sequence[int]) -> list[tuple[float, int, int]]:
+    """Returns what one layer of each kind and option may change to: gain per byte, layer, option"""
+    last = {(problem.order[i], option): i for i, option in enumerate(options)}
+    changes = []
+    for (kind, option), index in last.items():
+        for other in useful_options(problem.kinds[kind].options):
+            old, new = problem.kinds[kind].options[option], problem.kinds[kind].options[other]
+            gain_seconds = old.overhead_seconds - new.overhead_seconds
+            if gain_seconds > 0:
+                more_bytes = max(1, new.saved_bytes - old.saved_bytes)
+                changes.append((gain_seconds / more_bytes, index, other))
+    return changes
+
+
+def _arranged_by_size(
+    problem: Problem, options: Sequence[int], index: int, option: int
+) -> list[int]:
+    changed = list(options)
+    changed[index] = option
+    for kind, members in _members(problem).items():
+        sizes = problem.kinds[kind].options
+        inside = sorted((changed[i] for i in members), key=lambda o: (sizes[o].saved_bytes, o))
+        for i, found in zip(members, inside, strict=True):
+            changed[i] = found
+    return changed
+
+
+def _members(problem: Problem) -> dict[int, list[int]]:
+    members: dict[int, list[int]] = {}
+    for index, kind in enumerate(problem.order):
+        members.setdefault(kind, []).append(index)
+    return members
+
+
+def _most_tiers(problem: Problem, options: Sequence[int]) -> int:
+    used: dict[int, set[int]] = {}
+    for index, option in enumerate(options):
+        if _option(problem, index, option).is_tier:
+            used.setdefault(problem.order[index], set()).add(option)
+    return max((len(tiers) for tiers in used.values()), default=0)
+
+
 def lower_bound(problem: Problem, budget_bytes: int) -> float | None:
     """Returns overhead seconds that no plan can go under, with any number of tiers.
 
@@ -370,17 +438,13 @@ class _Model:
     def _arranged(self, counts: np.ndarray) -> tuple[int, ...]:
         """Returns an option per layer: within a kind, those that keep less first."""
         queues: dict[int, list[int]] = {k: [] for k in range(len(self._problem.kinds))}
-        last = 0
         for column, count in zip(self._columns, counts, strict=True):
-            if column.is_last:
-                last = column.option if count else last
-            else:
-                queues[column.kind] += [column.option] * int(count)
+            queues[column.kind] += [column.option] * int(count)
         for kind, queue in queues.items():
             options = self._problem.kinds[kind].options
+            # The last layer among them: to keep less there instead of earlier would win nothing.
             queue.sort(key=lambda o: (options[o].saved_bytes, o))
-        arranged = [queues[kind].pop(0) for kind in self._problem.order[:-1]]
-        return (*arranged, last)
+        return tuple(queues[kind].pop(0) for kind in self._problem.order)
 
 
 def _padded(rows: np.ndarray, width: int) -> np.ndarray:

@@ -65,7 +65,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """What one policy costs on the device."""
+    """What one policy costs on the device, or would by forecast."""
 
     peak_bytes: int
     """The peak that the budget limits: reserved on accelerators, allocated on the CPU."""
@@ -89,10 +89,13 @@ class Measurement:
     """Median of the ratios of each step to the reference step beside it: free of drift."""
     steps: int
     """Timed steps."""
-    loss: float
-    """The last step's loss."""
+    loss: float | None
+    """The last step's loss; None by forecast."""
     alloc_retries: int = 0
     """How often the allocator had to free its cache and try again: a sign of a full device."""
+    evidence: Evidence = Evidence.MEASURED
+    """Where the figures come from. By forecast no step was run, and seconds are those of published
+    rates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,17 +1,19 @@
 """The search space: which decisions there are, and the policy that a set of them stands for.
 
-One variable per op class that can be saved (`save.matmul`), one per layer kind for how many of its
-layers are checkpointed, earliest first (`layers.GPT2Block`), or one per layer (`layer.h.3`).
-Pure: no Optuna, no device.
+For each kind of layers: a variable per op class, or per op site, that can be saved (`save.matmul`,
+`save.matmul[2048x8192]`), and one for how many of its layers are checkpointed, earliest first
+(`layers.GPT2Block`). A second tier has the same variables again (`tier2.save.…`,
+`tier2.layers.GPT2Block`), for the layers that follow. Where each layer is chosen by itself, its
+variable says which tier it has (`layer.h.3`). Pure: no Optuna, no device.
 """
 
 from __future__ import annotations
 
 import enum
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from sac_search.opclasses import OpClass, packets_of
@@ -20,8 +22,9 @@ from sac_search.trace import LayerTrace, OpTrace
 
 # Classes that are never saved: an op that nobody knows, and communication.
 _NEVER_SAVED = frozenset({OpClass.OTHER, OpClass.COLLECTIVE})
-# A class that takes less than this part of the layers' time is not worth a variable.
+# A decision over less than this part of its layers' time is not worth a variable.
 _WORTH_FRACTION = 0.003
+_TIER_PREFIXES = ("", "tier2.")
 
 
 class Granularity(enum.StrEnum):
@@ -37,43 +40,71 @@ class LayerChoiceMode(enum.StrEnum):
     """How the set of checkpointed layers is searched."""
 
     COUNT = "count"
-    """A number per layer kind: the earliest so many are checkpointed."""
+    """A number per layer kind and tier: the earliest so many are checkpointed."""
     EACH = "each"
     """A decision per layer."""
 
 
+class DecisionType(enum.Enum):
+    """What a variable says."""
+
+    SAVE = enum.auto()
+    """Whether a tier saves some ops: 0 or 1."""
+    COUNT = enum.auto()
+    """How many layers of a kind have a tier."""
+    LAYER = enum.auto()
+    """Which tier a layer has, counted from 1; 0 leaves it alone."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """One variable of the search."""
+    """One variable of the search: a whole number from 0 to `highest`."""
 
     name: str
     """`save.matmul`, `layers.GPT2Block`, `layer.h.3`."""
     highest: int
-    """Decisions are whole numbers from 0 to this; for save and layer decisions it is 1."""
-
-    @property
-    def is_count(self) -> bool:
-        """Whether it counts layers, rather than saying yes or no."""
-        return self.name.startswith("layers.")
+    """Its largest value."""
+    type: DecisionType
+    """What it says."""
 
 
 Assignment = Mapping[str, int]
+Choices = Mapping[str, frozenset[str]]
+"""For each checkpointed layer the labels of what it saves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SaveDecision:
+    """Saves the ops of a class, or of a class at one site, in the layers of one kind."""
+
+    name: str
+    """`save.matmul[2048x8192]`; the layer kind follows where several kinds have it."""
+    label: str
+    """`matmul[2048x8192]`."""
+    kind: str
+    """The kind of layers."""
+    op_class: OpClass
+    """The class."""
+    saved: tuple[str, ...]
+    """The exact ops or op sites."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SearchSpace:
     """The decisions for one workload."""
 
     layers: tuple[LayerTrace, ...]
     """The layers, in the order in which they run."""
-    saves: Mapping[str, tuple[str, ...]]
-    """For each `save.…` decision, the exact ops or op sites that it saves."""
+    saves: tuple[SaveDecision, ...]
+    """What can be saved."""
     mode: LayerChoiceMode
     """How layers are chosen."""
-    granularity: Granularity = Granularity.CLASS
+    granularity: Granularity
     """What one decision covers."""
+    tiers: int
+    """Save sets that layers of one kind may have, 1 or 2."""
 
-    @property
+    @functools.cached_property
     def kinds(self) -> dict[str, list[str]]:
         """Layer kinds, each with its layers in the order in which they run."""
         kinds: dict[str, list[str]] = {}
@@ -81,20 +112,27 @@ class SearchSpace:
             kinds.setdefault(layer.kind, []).append(layer.name)
         return kinds
 
-    @property
+    @functools.cached_property
     def decisions(self) -> list[Decision]:
         """All variables, always in the same order."""
-        found = [Decision(name=name, highest=1) for name in self.saves]
+        prefixes = _TIER_PREFIXES[: self.tiers]
+        found = [
+            Decision(name=prefix + save.name, highest=1, type=DecisionType.SAVE)
+            for prefix in prefixes
+            for save in self.saves
+        ]
         if self.mode is LayerChoiceMode.EACH:
-            found += [Decision(name=f"layer.{layer.name}", highest=1) for layer in self.layers]
-        else:
-            found += [
-                Decision(name=f"layers.{kind}", highest=len(names))
-                for kind, names in self.kinds.items()
+            return found + [
+                Decision(name=f"layer.{la.name}", highest=self.tiers, type=DecisionType.LAYER)
+                for la in self.layers
             ]
-        return found
+        return found + [
+            Decision(name=f"{prefix}layers.{kind}", highest=len(names), type=DecisionType.COUNT)
+            for prefix in prefixes
+            for kind, names in self.kinds.items()
+        ]
 
-    @property
+    @functools.cached_property
     def size(self) -> int:
         """How many assignments there are."""
         return math.prod(decision.highest + 1 for decision in self.decisions)
@@ -108,95 +146,288 @@ class SearchSpace:
     def policy_for(self, assignment: Assignment) -> Policy:
         """Returns the policy that the assignment stands for.
 
-        Assignments that would run the same way give policies with equal keys: what no checkpointed
-        layer runs is left out of the tier.
+        Assignments that would run the same way give policies with equal keys.
         """
-        chosen = self._checkpointed(assignment)
-        if not chosen:
-            return Policy()
-        names = [name for name in self.saves if assignment[name]]
-        occurring = {
-            (decision_name(op, self.granularity), saved_name(op, self.granularity))
-            for layer in self.layers
-            if layer.name in chosen
-            for op in layer.ops
-        }
-        tier = make_tier(names, self.saves, occurring)
-        layers = tuple(LayerChoice(name=la.name) for la in self.layers if la.name in chosen)
-        return Policy(tiers=(tier,), layers=layers)
+        return self.policy_of(self.choices_for(assignment))
 
-    def assignment_for(
-        self, layer_names: Sequence[str], classes: Sequence[str]
-    ) -> Assignment | None:
-        """Returns the assignment that checkpoints exactly these layers, or None if none does."""
-        wanted = set(layer_names)
-        if not wanted.issubset(la.name for la in self.layers):
-            return None
-        assignment = {
-            name: int(name.removeprefix("save.") in classes or class_of(name) in classes)
-            for name in self.saves
+    def choices_for(self, assignment: Assignment) -> Choices:
+        """Returns what each checkpointed layer saves; what comes to the same is written alike."""
+        tiers = {
+            (kind, number): frozenset(
+                save.label
+                for save in self.saves
+                if save.kind == kind and assignment[prefix + save.name]
+            )
+            for number, prefix in enumerate(_TIER_PREFIXES[: self.tiers], 1)
+            for kind in self.kinds
         }
-        if self.mode is LayerChoiceMode.EACH:
-            assignment |= {f"layer.{la.name}": int(la.name in wanted) for la in self.layers}
-        else:
-            for kind, names in self.kinds.items():
-                count = len(wanted.intersection(names))
-                if wanted.intersection(names) != set(names[:count]):
-                    return None
-                assignment[f"layers.{kind}"] = count
+        return {
+            layer.name: tiers[layer.kind, number]
+            for layer in self.layers
+            if (number := self._tier_number(layer, assignment))
+        }
+
+    def policy_of(self, choices: Choices) -> Policy:
+        """Returns the policy whose checkpointed layers save what `choices` say.
+
+        Layers share a tier wherever that changes nothing, and an op all of whose sites are saved is
+        written without them.
+        """
+        groups: list[_Group] = []
+        kind_of = {layer.name: layer.kind for layer in self.layers}
+        group_of: dict[tuple[str, frozenset[str]], _Group] = {}
+        for layer in self.layers:
+            if layer.name not in choices:
+                continue
+            key = (layer.kind, choices[layer.name])
+            if key in group_of:
+                continue
+            group = _Group({layer.kind: self._saved_by(*key)}, self._occurring)
+            for other in groups:
+                if other.can_take(group):
+                    other.take(group)
+                    group = other
+                    break
+            else:
+                groups.append(group)
+            group_of[key] = group
+        chosen = [
+            (name, group_of[kind_of[name], choices[name]]) for name in kind_of if name in choices
+        ]
+        return Policy(
+            tiers=tuple(self._tier(group) for group in groups),
+            layers=tuple(LayerChoice(name=n, tier=groups.index(group)) for n, group in chosen),
+        )
+
+    def assignment_of(self, choices: Choices) -> Assignment | None:
+        """Returns the assignment that stands for `choices`, or None if none does."""
+        kind_of = {layer.name: layer.kind for layer in self.layers}
+        known = {(save.kind, save.label) for save in self.saves}
+        for name, labels in choices.items():
+            if name not in kind_of or any((kind_of[name], la) not in known for la in labels):
+                return None
+        assignment = {decision.name: 0 for decision in self.decisions}
+        for kind, names in self.kinds.items():
+            sets: list[frozenset[str]] = []
+            for name in names:
+                if name in choices and choices[name] not in sets:
+                    sets.append(choices[name])
+            if len(sets) > self.tiers:
+                return None
+            for prefix, labels in zip(_TIER_PREFIXES, sets, strict=False):
+                for save in self.saves:
+                    if save.kind == kind:
+                        assignment[prefix + save.name] = int(save.label in labels)
+            numbers = [sets.index(choices[n]) + 1 if n in choices else 0 for n in names]
+            if self.mode is LayerChoiceMode.EACH:
+                assignment |= {f"layer.{n}": i for n, i in zip(names, numbers, strict=True)}
+                continue
+            if numbers != sorted(numbers, key=lambda number: number or self.tiers + 1):
+                return None
+            for number, prefix in enumerate(_TIER_PREFIXES[: self.tiers], 1):
+                assignment[f"{prefix}layers.{kind}"] = numbers.count(number)
         return assignment
 
-    def _checkpointed(self, assignment: Assignment) -> set[str]:
-        if self.mode is LayerChoiceMode.EACH:
-            return {la.name for la in self.layers if assignment[f"layer.{la.name}"]}
+    def choices_of(self, policy: Policy) -> Choices | None:
+        """Returns what each checkpointed layer of a policy saves, where there are labels for it.
+
+        None for a policy that counts calls.
+        """
+        if not policy.exportable:
+            return None
+        kind_of = {layer.name: layer.kind for layer in self.layers}
         return {
-            name
-            for kind, names in self.kinds.items()
-            for name in names[: assignment[f"layers.{kind}"]]
+            choice.name: frozenset(
+                save.label
+                for save in self.saves
+                if save.kind == kind_of.get(choice.name) and _saves(policy.tiers[choice.tier], save)
+            )
+            for choice in policy.layers
         }
+
+    def choices_of_classes(
+        self, layer_names: Sequence[str], classes: Sequence[OpClass] = ()
+    ) -> Choices:
+        """Returns the choices that checkpoint `layer_names` and save these op classes in each."""
+        kind_of = {layer.name: layer.kind for layer in self.layers}
+        return {
+            name: frozenset(
+                save.label
+                for save in self.saves
+                if save.kind == kind_of[name] and save.op_class in classes
+            )
+            for name in layer_names
+        }
+
+    def _tier_number(self, layer: LayerTrace, assignment: Assignment) -> int:
+        """Returns which tier a layer has, counted from 1; 0 leaves it alone."""
+        if self.mode is LayerChoiceMode.EACH:
+            return assignment[f"layer.{layer.name}"]
+        place = self.kinds[layer.kind].index(layer.name)
+        for number, prefix in enumerate(_TIER_PREFIXES[: self.tiers], 1):
+            place -= assignment[f"{prefix}layers.{layer.kind}"]
+            if place < 0:
+                return number
+        return 0
+
+    @functools.cached_property
+    def _occurring(self) -> dict[str, frozenset[str]]:
+        """Names of all ops, or op sites, in the layers of each kind."""
+        return {
+            kind: frozenset(
+                _SYMBOLS.get(decision_class(op), saved_name(op, self.granularity))
+                for layer in self.layers
+                if layer.kind == kind
+                for op in layer.ops
+            )
+            for kind in self.kinds
+        }
+
+    def _saved_by(self, kind: str, labels: frozenset[str]) -> frozenset[str]:
+        found: set[str] = set()
+        for save in self.saves:
+            if save.kind == kind and save.label in labels:
+                found |= _names_of(save)
+        return frozenset(found)
+
+    def _tier(self, group: _Group) -> Tier:
+        saved = group.saved
+        saves = [save for save in self.saves if save.kind in group.saved_by_kind]
+        labels = {save.label for save in saves if _names_of(save) <= saved}
+        classes: list[str] = []
+        for op_class in sorted({save.op_class for save in saves}):
+            of_class = {save.label for save in saves if save.op_class is op_class}
+            classes += [op_class] if of_class <= labels else sorted(of_class & labels)
+        ops = _without_sites(saved - set(_SYMBOLS.values()), group.occurring)
+        if _SYMBOLS[OpClass.ATTENTION] in saved:
+            ops |= self._attention_kernels
+        return Tier(
+            classes=tuple(str(name) for name in classes),
+            ops=tuple(sorted(ops)),
+            save_random=_SYMBOLS[OpClass.RANDOM] in saved,
+        )
+
+    @functools.cached_property
+    def _attention_kernels(self) -> frozenset[str]:
+        """All that can be saved: torch chooses among them at run time, by device and shape."""
+        traced = {
+            op.op
+            for layer in self.layers
+            for op in layer.ops
+            if decision_class(op) is OpClass.ATTENTION
+        }
+        savable = {name for s in self.saves if s.op_class is OpClass.ATTENTION for name in s.saved}
+        known = {f"{packet}.default" for packet in packets_of(OpClass.ATTENTION) if "." in packet}
+        return frozenset(known | savable) - (traced - savable)
+
+
+# Stand for all ops of these classes among the names of what is saved.
+_SYMBOLS = {OpClass.ATTENTION: "all attention", OpClass.RANDOM: "all random ops"}
+
+
+def _names_of(save: SaveDecision) -> set[str]:
+    symbol = _SYMBOLS.get(save.op_class)
+    return set(save.saved) if symbol is None else {symbol}
+
+
+def _saves(tier: Tier, save: SaveDecision) -> bool:
+    if save.op_class is OpClass.RANDOM:
+        return tier.save_random
+    return all(name in tier.ops or name.partition("[")[0] in tier.ops for name in save.saved)
+
+
+@dataclass(eq=False, slots=True)
+class _Group:
+    """Layers that share a tier: what it saves in each of their kinds."""
+
+    saved_by_kind: dict[str, frozenset[str]]
+    occurring_by_kind: Mapping[str, frozenset[str]]
+
+    @property
+    def saved(self) -> frozenset[str]:
+        return frozenset().union(*self.saved_by_kind.values())
+
+    @property
+    def occurring(self) -> frozenset[str]:
+        return frozenset().union(*(self.occurring_by_kind[kind] for kind in self.saved_by_kind))
+
+    def can_take(self, other: _Group) -> bool:
+        """Whether one tier does for both what each of them has now."""
+        saved = self.saved | other.saved
+        return all(
+            saved & self.occurring_by_kind[kind] == own
+            for kind, own in [*self.saved_by_kind.items(), *other.saved_by_kind.items()]
+        )
+
+    def take(self, other: _Group) -> None:
+        self.saved_by_kind |= other.saved_by_kind
+
+
+def _without_sites(saved: frozenset[str], occurring: frozenset[str]) -> set[str]:
+    """Returns the same ops, each without its sites where all sites that occur are saved."""
+    by_op: dict[str, set[str]] = {}
+    for name in occurring:
+        by_op.setdefault(name.partition("[")[0], set()).add(name)
+    whole = {op for op, names in by_op.items() if names <= saved}
+    return {op if (op := name.partition("[")[0]) in whole else name for name in saved}
 
 
 def build_space(
     layers: Sequence[LayerTrace],
     mode: LayerChoiceMode = LayerChoiceMode.COUNT,
     granularity: Granularity = Granularity.CLASS,
+    tiers: int = 1,
 ) -> SearchSpace:
     """Returns the decisions for traced layers."""
     reasons = unsavable_ops(layers, granularity)
-    total_seconds = sum(op.seconds for layer in layers for op in layer.ops)
-    seconds: dict[str, float] = {}
-    ops: dict[str, set[str]] = {}
+    total_seconds: dict[str, float] = {}
+    seconds: dict[tuple[str, str], float] = {}
+    ops: dict[tuple[str, str], set[str]] = {}
+    classes: dict[str, OpClass] = {}
     for layer in layers:
         for op in layer.ops:
+            total_seconds[layer.kind] = total_seconds.get(layer.kind, 0.0) + op.seconds
             saved = saved_name(op, granularity)
-            if reasons.get(saved):
+            if reasons[saved]:
                 continue
-            name = decision_name(op, granularity)
-            ops.setdefault(name, set()).add(saved)
-            seconds[name] = seconds.get(name, 0.0) + op.seconds
-    worthwhile = [name for name in sorted(ops) if seconds[name] >= _WORTH_FRACTION * total_seconds]
+            label = label_of(op, granularity)
+            key = (label, layer.kind)
+            classes[label] = decision_class(op)
+            ops.setdefault(key, set()).add(saved)
+            seconds[key] = seconds.get(key, 0.0) + op.seconds
+    worthwhile = [
+        (label, kind)
+        for label, kind in sorted(ops)
+        if seconds[label, kind] >= _WORTH_FRACTION * total_seconds[kind]
+    ]
+    labels = [label for label, _ in worthwhile]
     return SearchSpace(
         layers=tuple(layers),
-        saves={name: tuple(sorted(ops[name])) for name in worthwhile},
+        saves=tuple(
+            SaveDecision(
+                name=f"save.{label}" + (f"@{kind}" if labels.count(label) > 1 else ""),
+                label=label,
+                kind=kind,
+                op_class=classes[label],
+                saved=tuple(sorted(ops[label, kind])),
+            )
+            for label, kind in worthwhile
+        ),
         mode=mode,
         granularity=granularity,
+        tiers=tiers,
     )
 
 
-def decision_name(op: OpTrace, granularity: Granularity) -> str:
-    """Returns the decision that `op` belongs to: `save.matmul`, or `save.matmul[2048x8192]`."""
-    name = f"save.{decision_class(op)}"
-    return f"{name}[{op.site}]" if _has_sites(op, granularity) else name
+def label_of(op: OpTrace, granularity: Granularity) -> str:
+    """Returns what a decision about `op` is called: `matmul`, or `matmul[2048x8192]`."""
+    op_class = decision_class(op)
+    return f"{op_class}[{op.site}]" if _has_sites(op, granularity) else str(op_class)
 
 
 def saved_name(op: OpTrace, granularity: Granularity) -> str:
     """Returns what a tier names to save `op`: the op, or its site."""
     return op.site_name if _has_sites(op, granularity) else op.op
-
-
-def class_of(decision: str) -> OpClass:
-    """Returns the op class of a `save.…` decision."""
-    return OpClass(decision.removeprefix("save.").partition("[")[0])
 
 
 def _has_sites(op: OpTrace, granularity: Granularity) -> bool:
@@ -227,6 +458,10 @@ def unsavable_ops(
             reasons[name] = reasons.get(name) or _own_reason(op)
             if op.random:
                 random_names.add(name)
+    for name, reason in reasons.items():
+        # An op's name without a site stands for all its sites.
+        if not reason and any(other.startswith(f"{name}[") for other in reasons):
+            reasons[name] = "cannot be told from its other sites"
     if any(reasons[name] for name in random_names):
         for name in random_names:
             reasons[name] = reasons[name] or "tied to a random op that cannot be saved"
@@ -245,32 +480,3 @@ def _own_reason(op: OpTrace) -> str:
     if op.output_bytes == 0:
         return "returns nothing new"
     return ""
-
-
-def make_tier(
-    names: Sequence[str],
-    saves: Mapping[str, tuple[str, ...]],
-    occurring: AbstractSet[tuple[str, str]] | None = None,
-) -> Tier:
-    """Returns the tier that saves what the decisions `names` stand for.
-
-    Of `saves` only `occurring` ops count, each with the decision that covers it. When attention
-    is saved, its kernels of other devices and shapes are saved as well, for torch chooses among
-    them at run time.
-    """
-    ops: set[str] = set()
-    classes: list[str] = []
-    save_random = False
-    for name in names:
-        op_class = class_of(name)
-        present = {op for op in saves[name] if occurring is None or (name, op) in occurring}
-        if not present:
-            continue
-        classes.append(name.removeprefix("save."))
-        if op_class is OpClass.RANDOM:
-            save_random = True
-            continue
-        ops |= present
-        if op_class is OpClass.ATTENTION:
-            ops |= {f"{packet}.default" for packet in packets_of(op_class) if "." in packet}
-    return Tier(classes=tuple(classes), ops=tuple(sorted(ops)), save_random=save_random)

@@ -1,9 +1,10 @@
 """A measurer that measures nothing: a model on paper, with noise and faults on demand.
 
 The model has layers of one or two kinds. A step takes the forward pass three times over (once
-forward, twice backward) and, in checkpointed layers, what is recomputed. Its peak is at the start
-of backward: what stays resident, what each layer keeps, and the working set of one recomputed
-layer. Both depend on the policy alone, so the best policy is known by counting.
+forward, twice backward) and, in checkpointed layers, what is recomputed. Its peak is in the
+backward pass, in whichever layer it is highest: what stays resident, what this layer and the
+earlier ones keep, and the working set of this one's recomputation. Both depend on the policy alone,
+so the best policy is known by counting.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from pathlib import Path
 import optuna
 
 from sac_search.failures import make_failure
-from sac_search.forecaster import Planned, PlanRequest
+from sac_search.forecaster import ProfileRequest
 from sac_search.opclasses import OpClass, classify
-from sac_search.policy import Policy, Tier, checkpoint_layers
+from sac_search.policy import NO_CHECKPOINTING, Policy, Tier, checkpoint_layers
+from sac_search.profile import KindProfile, Profile, RowSample
 from sac_search.records import (
     Environment,
     FailureKind,
@@ -31,7 +33,7 @@ from sac_search.records import (
     Phase,
     Verification,
 )
-from sac_search.space import LayerChoiceMode, build_space
+from sac_search.space import Granularity, LayerChoiceMode, build_space, label_of
 from sac_search.study.candidate import Candidate
 from sac_search.study.search import Search, SearchSettings
 from sac_search.study.store import StudyStore
@@ -62,9 +64,12 @@ ENVIRONMENT = Environment(
 )
 
 
-def make_op(name: str, *, milliseconds: float = 1.0, mib: float = 1.0, **flags: bool) -> OpTrace:
+def make_op(
+    name: str, *, milliseconds: float = 1.0, mib: float = 1.0, site: str = "", **flags: bool
+) -> OpTrace:
     return OpTrace(
         op=name,
+        site=site,
         op_class=classify(name),
         calls=1,
         output_bytes=round(mib * MIB),
@@ -80,6 +85,17 @@ BLOCK_OPS = (
     make_op("aten._scaled_dot_product_flash_attention_for_cpu.default", milliseconds=4.0, mib=2.2),
     make_op("aten.gelu.default", milliseconds=1.5, mib=8),
     make_op("aten.add.Tensor", milliseconds=0.7, mib=4),
+)
+SITE_OPS = (
+    make_op("aten.native_layer_norm.default", milliseconds=0.6, mib=2, site="512"),
+    make_op("aten.addmm.default", milliseconds=3.0, mib=6, site="512x1536"),
+    make_op("aten.addmm.default", milliseconds=1.0, mib=2, site="512x512"),
+    make_op("aten.addmm.default", milliseconds=4.0, mib=8, site="512x2048"),
+    make_op("aten.addmm.default", milliseconds=4.0, mib=2, site="2048x512"),
+    make_op("aten.view.default", milliseconds=0.0, mib=0, view=True),
+    make_op("aten._scaled_dot_product_flash_attention_for_cpu.default", milliseconds=4.0, mib=2.2),
+    make_op("aten.gelu.default", milliseconds=1.5, mib=8, site="2048"),
+    make_op("aten.add.Tensor", milliseconds=0.7, mib=4, site="512"),
 )
 CONVOLUTION_OPS = (
     make_op("aten.convolution.default", milliseconds=5.0, mib=5),
@@ -122,7 +138,8 @@ def make_layers(
 
 
 def saving_class(policy: Policy, op_class: OpClass) -> bool:
-    return any(op_class in tier.classes for tier in policy.tiers)
+    saved = [name.partition("[")[0] for tier in policy.tiers for name in tier.classes]
+    return op_class in saved
 
 
 @dataclass(slots=True)
@@ -164,9 +181,9 @@ class ScriptedMeasurer:
     notes: tuple[str, ...] = ()
     forecast_factor: float | None = None
     """How far forecasts of the peak are off; None when peaks cannot be told without measuring."""
-    plans: tuple[Planned, ...] = ()
-    """What the planner answers, for the budgets that it is asked for."""
-    plan_requests: list[PlanRequest] = field(default_factory=list)
+    price_factor: Callable[[str], float] = lambda label: 1.0
+    """How far the traced seconds of a label are off."""
+    profiled: list[ProfileRequest] = field(default_factory=list)
 
     # --- the protocol -----------------------------------------------------------------------------
 
@@ -196,11 +213,25 @@ class ScriptedMeasurer:
     def forecast(self, policy: Policy) -> ForecastPeak:
         if self.forecast_factor is None:
             return ForecastPeak(problem="on paper")
-        return ForecastPeak(peak_bytes=round(self.peak_bytes(policy) * self.forecast_factor))
+        peaks = self._phase_peaks(round(self.peak_bytes(policy) * self.forecast_factor))
+        return ForecastPeak(peak_bytes=peaks[Phase.BACKWARD], phase_peak_bytes=peaks)
 
-    def plan(self, request: PlanRequest) -> list[Planned]:
-        self.plan_requests.append(request)
-        return [plan for plan in self.plans if plan.budget_bytes in request.budgets_bytes]
+    def profile(self, request: ProfileRequest) -> Profile | None:
+        self.profiled.append(request)
+        if self.forecast_factor is None:
+            return None
+        names = tuple(layer.name for layer in self.layers)
+        kinds = {layer.kind: layer for layer in self.layers}
+        most, least = self.forecast(NO_CHECKPOINTING), self.forecast(self.full)
+        return Profile(
+            layers=names,
+            kinds=tuple(self._kind_profile(k, request.granularity) for k in kinds.values()),
+            order=tuple(list(kinds).index(layer.kind) for layer in self.layers),
+            granularity=request.granularity,
+            most_kept=RowSample(left_alone=names, phase_peak_bytes=most.phase_peak_bytes),
+            least_kept=RowSample(left_alone=(), phase_peak_bytes=least.phase_peak_bytes),
+            policy_call_seconds=25e-6,
+        )
 
     def verify(self, policy: Policy) -> Verdict:
         self._interrupt_once("verify")
@@ -236,20 +267,52 @@ class ScriptedMeasurer:
 
     def peak_bytes(self, policy: Policy) -> int:
         """Returns the true peak."""
-        kept, working = 0.0, 0.0
+        kept, highest = 0.0, 0.0
         for layer, tier in self._tiers(policy):
             whole = sum(op.output_bytes for op in layer.ops if not op.view)
             if tier is None:
                 kept += whole
+                highest = max(highest, kept)
             else:
                 saved = sum(op.output_bytes * _saved_part(op, tier) for op in layer.ops)
                 kept += layer.input_bytes + saved
-                working = max(working, whole - saved)
-        return RESIDENT_BYTES + round(kept + working)
+                highest = max(highest, kept + whole - saved)
+        return RESIDENT_BYTES + round(highest)
 
     @property
     def full(self) -> Policy:
         return checkpoint_layers(layer.name for layer in self.layers)
+
+    def _phase_peaks(self, peak_bytes: int) -> dict[Phase, int]:
+        return {
+            Phase.FORWARD: peak_bytes - 5 * MIB,
+            Phase.LOSS: peak_bytes - 4 * MIB,
+            Phase.BACKWARD: peak_bytes,
+            Phase.OPTIMIZER: RESIDENT_BYTES,
+        }
+
+    def _kind_profile(self, layer: LayerTrace, granularity: Granularity) -> KindProfile:
+        space = build_space(self.layers, granularity=granularity)
+        labels = tuple(s.label for s in space.saves if s.kind == layer.kind)
+        ops = {
+            label: [op for op in layer.ops if label_of(op, granularity) == label]
+            for label in labels
+        }
+        seconds = {
+            label: sum(op.seconds for op in ops[label]) * self.price_factor(label)
+            for label in labels
+        }
+        return KindProfile(
+            name=layer.kind,
+            labels=labels,
+            label_bytes=tuple(sum(op.output_bytes for op in ops[label]) for label in labels),
+            label_seconds=tuple(seconds.values()),
+            other_seconds=max(0.0, sum(op.seconds for op in layer.ops) - sum(seconds.values())),
+            plain_bytes=layer.input_bytes,
+            alone_bytes=sum(op.output_bytes for op in layer.ops if not op.view),
+            gradient_bytes=0,
+            policy_calls=len(layer.ops),
+        )
 
     def _tiers(self, policy: Policy) -> list[tuple[LayerTrace, Tier | None]]:
         chosen = {choice.name: policy.tiers[choice.tier] for choice in policy.layers}
@@ -274,12 +337,7 @@ class ScriptedMeasurer:
                 peak_bytes=peak,
                 allocated_bytes=peak,
                 peak_phase=Phase.BACKWARD,
-                phase_peak_bytes={
-                    Phase.FORWARD: peak - 5 * MIB,
-                    Phase.LOSS: peak - 4 * MIB,
-                    Phase.BACKWARD: peak,
-                    Phase.OPTIMIZER: RESIDENT_BYTES,
-                },
+                phase_peak_bytes=self._phase_peaks(peak),
                 step_seconds=seconds * slowness,
                 step_noise_fraction=self.noise_fraction,
                 reference_seconds=reference * slowness,
@@ -306,7 +364,7 @@ def _saved_part(op: OpTrace, tier: Tier) -> float:
         return 0.0
     if op.random:
         return float(tier.save_random)
-    if op.op not in tier.ops:
+    if op.op not in tier.ops and op.site_name not in tier.ops:
         return 0.0
     return 0.5 if tier.every_second_matmul and op.op_class is OpClass.MATMUL else 1.0
 
@@ -373,11 +431,13 @@ def make_search(
     *,
     store: StudyStore | None = None,
     mode: LayerChoiceMode = LayerChoiceMode.COUNT,
+    granularity: Granularity = Granularity.CLASS,
+    tiers: int = 1,
     **settings: object,
 ) -> Search:
     return Search(
         store=store or memory_store(measurer, budget_bytes),
-        space=build_space(measurer.layers, mode),
+        space=build_space(measurer.layers, mode, granularity, tiers),
         measurer=measurer,
         settings=SearchSettings(**settings),
     )

@@ -209,3 +209,9 @@ def test_autocast_loss_computes_in_bf16() -> None:
     assert autocast_loss(model, tokens).dtype == torch.float32
     assert next_token_loss(model, tokens).dtype == torch.float32
     assert dtypes == [torch.bfloat16, torch.float32]
+
+
+def test_the_wide_gpt_is_wide_and_trains() -> None:
+    workload = builtin.wide_gpt(torch.device("cpu"), batch_size=1)
+    assert workload.model.blocks[0].attention_norm.weight.numel() >= 512
+    assert torch.isfinite(workload.run_step())

@@ -523,7 +523,8 @@ def test_options_reach_the_search(empty: Path, monkeypatch: pytest.MonkeyPatch) 
     arguments = (
         "train.py --budget-gb 22 --trials 7 --timeout 60 --device cpu --layers h.* "
         "--layer-choice each --batch-size 3 --sampler random --seed 5 --steps 4 --clock wall "
-        "--threads 2 --trial-timeout 9 --study mine --root elsewhere --fresh"
+        "--threads 2 --trial-timeout 9 --study mine --root elsewhere --fresh "
+        "--granularity class --tiers 1"
     )
     assert cli.main(arguments.split()) == 3
     (options,) = given
@@ -544,27 +545,101 @@ def test_options_reach_the_search(empty: Path, monkeypatch: pytest.MonkeyPatch) 
         study="mine",
         root=Path("elsewhere"),
         fresh=True,
+        granularity=api.Granularity.CLASS,
+        tiers=1,
     )
     assert options.budget_bytes == 22 * GIB
 
 
-def test_without_an_accelerator_the_built_in_model_runs_on_the_cpu(
-    empty: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given: list[Any] = []
+Asked = list[tuple[str, str | None]]
 
-    def search_spec(spec: str, options: api.SearchOptions, progress: Any) -> None:
-        given.append((spec, options.device))
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
+    """The workload and device of every search and forecast; `search` stands for a search."""
+    found: Asked = []
+
+    def search_spec(spec: str, *arguments: Any) -> None:
+        found.append((spec, "search"))
+        raise errors.NoPolicyFits("as told")
+
+    def forecast_spec(spec: str, options: Any, device: str | None, progress: Any) -> None:
+        found.append((spec, device))
         raise errors.NoPolicyFits("as told")
 
     monkeypatch.setattr(api, "search_spec", search_spec)
+    monkeypatch.setattr(api, "forecast_spec", forecast_spec)
     monkeypatch.setattr(cli, "_has_accelerator", lambda: False)
+    return found
+
+
+def test_without_an_accelerator_the_built_in_model_is_forecast(
+    empty: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, asked: Asked
+) -> None:
     assert cli.main(["--budget-gb", "1"]) == 3
+    assert "no accelerator that torch can use, so the built-in GPT is forecast" in (
+        capsys.readouterr().out
+    )
+    assert cli.main(["--budget-gb", "1", "--device", "cpu"]) == 3
     assert cli.main(["train.py", "--budget-gb", "1"]) == 3
     monkeypatch.setattr(cli, "_has_accelerator", lambda: True)
     assert cli.main(["--budget-gb", "1"]) == 3
-    assert given == [(cli.BUILTIN_SPEC, "cpu"), ("train.py", None), (cli.BUILTIN_SPEC, None)]
-    assert "the small built-in GPT is measured on the CPU" in capsys.readouterr().out
+    built_in = cli.BUILTIN_SPEC
+    assert asked == [
+        (built_in, None),
+        (built_in, "search"),
+        ("train.py", "search"),
+        (built_in, "search"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("--budget-gb 1 --forecast", (cli.BUILTIN_SPEC, None)),
+        ("--forecast --budget-gb 1", (cli.BUILTIN_SPEC, None)),
+        ("train.py --forecast --budget-gb 1", ("train.py", None)),
+        ("--forecast train.py --budget-gb 1", ("train.py", None)),
+        ("--forecast here.train:make --budget-gb 1", ("here.train:make", None)),
+        ("train.py --forecast H100 --budget-gb 1", ("train.py", "H100")),
+        ("--budget-gb 1 --forecast A100-80GB train.py", ("train.py", "A100-80GB")),
+    ],
+)
+def test_a_forecast_may_name_its_device(
+    empty: Path, asked: Asked, arguments: str, expected: tuple[str, str | None]
+) -> None:
+    assert cli.main(["--quiet", *arguments.split()]) == 3
+    assert asked == [expected]
+
+
+def test_a_forecast_from_end_to_end(inside: Project, capsys: Capture, tmp_path: Path) -> None:
+    arguments = ["train.py", "--forecast", "rtx 4090", "--root", str(tmp_path)]
+    assert cli.main([*arguments, "--budget-gb", str(inside.budget)]) == 0
+    printed = capsys.readouterr().out
+    assert "This is a forecast: no step was run" in printed
+    assert "RTX 4090" in printed
+    (folder,) = tmp_path.iterdir()
+    document = json.loads((folder / "result.json").read_text())
+    assert document["evidence"] == "forecast"
+    assert document["environment"]["device_name"] == "RTX 4090"
+    assert document["best"]["peak_bytes"] <= document["budget_bytes"]
+    assert load_policy_module(folder / "policy.py").META["evidence"] == "forecast"
+
+    assert cli.main(["train.py", "--budget-gb", "1e-6", "--forecast", "--root", "below"]) == 3
+    assert "No checkpointing policy can go under" in capsys.readouterr().err
+    assert cli.main(["train.py", "--budget-gb", "1", "--forecast", "abacus"]) == 2
+    assert "the rates of 'abacus' are not known" in capsys.readouterr().err
+    assert cli.main(["train.py", "--budget-gb", "1", "--forecast", "--device", "cpu"]) == 2
+    assert "--forecast measures nothing" in capsys.readouterr().err
+
+
+def test_a_measured_study_takes_no_forecast(inside: Project, capsys: Capture) -> None:
+    assert inside.ended("search").code == 0
+    arguments = ["train.py", "--budget-gb", inside.budget, "--study", "found", "--forecast"]
+    assert cli.main(arguments) == 2
+    assert "holds measured trials, to which a forecast has nothing to add" in (
+        capsys.readouterr().err
+    )
 
 
 def test_help_and_version(empty: Path, capsys: Capture) -> None:

@@ -296,7 +296,7 @@ def test_another_patch_release_is_no_reason_to_warn(tmp_path: Path) -> None:
 
 
 def test_another_torch_warns_and_works(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match=r"policy 'tiny': it was measured with torch 9\.9\.0, and"):
+    with pytest.warns(UserWarning, match=r"policy 'tiny': it was made with torch 9\.9\.0, and"):
         module = load(tmp_path, SAVE_MM, meta=make_meta(torch_version="9.9.0"))
     assert recomputed(run(stack(), tokens()), run(module.apply(stack()), tokens()))[NORM] == 4
 

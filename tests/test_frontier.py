@@ -6,14 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-from scripted import MIB, ScriptedMeasurer, make_failed
+from scripted import SITE_OPS, ScriptedMeasurer, make_layers
 
 from sac_search import cli
 from sac_search.errors import WorkloadError
-from sac_search.forecaster import Planned
 from sac_search.frontier import find_frontier
-from sac_search.policy import NO_CHECKPOINTING, checkpoint_layers
-from sac_search.records import Evidence
+from sac_search.policy import NO_CHECKPOINTING
+from sac_search.records import Evidence, FailureKind
 from sac_search.report.rows import frontier_rows
 
 TRAIN = """
@@ -54,44 +53,42 @@ def workload(device):
 """
 
 
-class PlanningMeasurer(ScriptedMeasurer):
-    """Plans one policy per point, as if the first layers were checkpointed."""
-
-    def plan(self, request):
-        names = [layer.name for layer in self.layers]
-        policies = [checkpoint_layers(names[:count]) for count in range(len(names), 0, -3)]
-        self.plan_requests.append(request)
-        return [
-            Planned(
-                budget_bytes=(100 + index) * MIB,
-                policy=policy,
-                overhead_seconds=0.01 * len(policy.layers),
-                peak_bytes=self.peak_bytes(policy),
-                bound_seconds=0.0,
-            )
-            for index, policy in enumerate(policies)
-        ]
+def paper() -> ScriptedMeasurer:
+    return ScriptedMeasurer(layers=make_layers(6, SITE_OPS), forecast_factor=1.0)
 
 
-def test_a_forecast_frontier_measures_the_two_ends_only() -> None:
-    measurer = PlanningMeasurer()
-    found = find_frontier(measurer, points=4, tiers=2, measure=False)
+def test_a_forecast_frontier_measures_the_ends_only() -> None:
+    measurer = paper()
+    found = find_frontier(measurer, points=5, tiers=2, measure=False)
     assert found.evidence is Evidence.FORECAST
-    assert sum(measurer.measured.values()) == 2
-    (request,) = measurer.plan_requests
-    assert (request.points, request.tiers) == (4, 2)
+    # Full, none, and full through a policy function.
+    assert measurer.measured.total() == 3
     none_seconds = measurer.step_seconds(NO_CHECKPOINTING)
-    full = checkpoint_layers(layer.name for layer in measurer.layers)
-    expected = measurer.step_seconds(full) - none_seconds
-    assert request.full_overhead_seconds == pytest.approx(expected)
+    assert len(found.points) == 5
     for point in found.points:
-        assert point.overhead == pytest.approx(point.planned.overhead_seconds / none_seconds)
+        planned = point.planned
+        assert point.overhead == pytest.approx(planned.overhead_seconds / none_seconds)
+        assert planned.peak_bytes == measurer.peak_bytes(planned.policy) <= planned.budget_bytes
+        expected = measurer.step_seconds(planned.policy) - none_seconds
+        assert planned.overhead_seconds == pytest.approx(expected, rel=0.05, abs=1e-4)
         assert point.outcome is None
     assert {row.measured_overhead for row in frontier_rows(found)} == {"–"}
 
 
+def test_a_larger_budget_is_never_slower() -> None:
+    found = find_frontier(paper(), points=8, tiers=2, measure=False)
+    seconds = [point.planned.overhead_seconds for point in found.points]
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[0] > seconds[-1] == 0
+
+
+def test_one_tier_where_one_is_asked_for() -> None:
+    found = find_frontier(paper(), points=5, tiers=1, measure=False)
+    assert {len(point.planned.policy.tiers) for point in found.points} == {0, 1}
+
+
 def test_a_measured_frontier_compares_every_policy_with_none() -> None:
-    measurer = PlanningMeasurer()
+    measurer = paper()
     found = find_frontier(measurer, points=4, tiers=2, measure=True)
     assert found.evidence is Evidence.MEASURED
     none_seconds = measurer.step_seconds(NO_CHECKPOINTING)
@@ -102,7 +99,7 @@ def test_a_measured_frontier_compares_every_policy_with_none() -> None:
 
 
 def test_a_workload_that_cannot_be_checkpointed_or_planned_says_so() -> None:
-    failing = PlanningMeasurer(fail=lambda policy: make_failed().failure.kind)
+    failing = ScriptedMeasurer(fail=lambda policy: FailureKind.TIMEOUT)
     with pytest.raises(WorkloadError, match="does not run with its layers checkpointed"):
         find_frontier(failing, points=4, tiers=2, measure=False)
     with pytest.raises(WorkloadError, match="no policy could be planned"):

@@ -1,9 +1,10 @@
-"""The planner against brute force: always equal, and the bound below both."""
+"""The planner against brute force: always equal, the bound below both, and greedy above."""
 
 from __future__ import annotations
 
 import itertools
 import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -18,6 +19,7 @@ from sac_search.planner import (
     overhead_of,
     peak_of,
     solve,
+    solve_greedily,
     useful_options,
     with_phase_peaks,
 )
@@ -186,13 +188,13 @@ def test_many_equal_layers_do_not_make_it_slow() -> None:
 
 
 def test_alternating_kinds_keep_the_budget() -> None:
-    problem = _large_problem(layers=24, options=20)
+    problem = _large_problem(layers=12, options=10)
     alternating = Problem(
         kinds=(
             problem.kinds[0],
-            Kind(options=_ramp(9, 90 * MIB), activation_bytes=90 * MIB, gradient_bytes=300 * MIB),
+            Kind(options=_ramp(6, 90 * MIB), activation_bytes=90 * MIB, gradient_bytes=300 * MIB),
         ),
-        order=(0, 1) * 12,
+        order=(0, 1) * 6,
         forward_bytes=0,
         loss_bytes=0,
         backward_start_bytes=100 * MIB,
@@ -202,8 +204,52 @@ def test_alternating_kinds_keep_the_budget() -> None:
     for step in range(1, 8):
         budget_bytes = budget_between(alternating, step / 8)
         plan = solve(alternating, budget_bytes)
+        assert plan is not None
+        assert plan.peak_bytes <= budget_bytes
+
+
+def test_rows_that_leave_out_how_kinds_alternate_are_made_up_for() -> None:
+    """The first solution leaves both layers of the second kind alone, and is over by 2 MiB."""
+    alone = Option(overhead_seconds=0.0, saved_bytes=5 * MIB, is_tier=False)
+    plain = Option(overhead_seconds=0.005, saved_bytes=MIB, is_tier=True)
+    free = Option(overhead_seconds=0.0, saved_bytes=6 * MIB, is_tier=True)
+    kinds = (
+        Kind(
+            options=(replace(alone, saved_bytes=10 * MIB), plain, free),
+            activation_bytes=10 * MIB,
+            gradient_bytes=0,
+        ),
+        Kind(options=(alone, plain), activation_bytes=5 * MIB, gradient_bytes=0),
+    )
+    problem = Problem(
+        kinds=kinds,
+        order=(0, 0, 1, 0, 1),
+        forward_bytes=5 * MIB,
+        loss_bytes=5 * MIB,
+        backward_start_bytes=5 * MIB,
+        backward_bytes=8 * MIB,
+        fixed_bytes=5 * MIB,
+    )
+    plan = solve(problem, 33 * MIB)
+    assert plan is not None
+    assert plan.options == (2, 2, 1, 2, 0)
+    assert plan.peak_bytes <= 33 * MIB
+
+
+@settings(deadline=None, max_examples=60)
+@given(problem=problems(), fraction=st.floats(0, 1), data=st.data())
+def test_plans_for_kinds_in_any_order_keep_the_budget(
+    problem: Problem, fraction: float, data: st.DataObject
+) -> None:
+    mixed = replace(problem, order=tuple(data.draw(st.permutations(problem.order))))
+    budget_bytes = budget_between(mixed, fraction)
+    expected = brute_force(mixed, budget_bytes, 2)
+    for solver in (solve, solve_greedily):
+        plan = solver(mixed, budget_bytes)
         if plan is not None:
-            assert plan.peak_bytes <= budget_bytes
+            assert expected is not None
+            assert plan.peak_bytes == peak_of(mixed, plan.options) <= budget_bytes
+            assert plan.overhead_seconds >= expected - 1e-9
 
 
 def test_the_last_layer_is_free_to_leave_alone() -> None:
@@ -267,3 +313,112 @@ def test_corrected_rows_give_the_peaks_of_the_dry_run(
     }
     corrected = with_phase_peaks(problem, plan, **phases)
     assert peak_of(corrected, options) == max(phases.values())
+
+
+# --- greedily -------------------------------------------------------------------------------------
+
+
+def tiers_used(problem: Problem, plan: Plan) -> int:
+    """Returns the most tiers that one kind of layers has."""
+    used: dict[int, set[int]] = {kind: set() for kind in problem.order}
+    for kind, option in zip(problem.order, plan.options, strict=True):
+        if problem.kinds[kind].options[option].is_tier:
+            used[kind].add(option)
+    return max(len(found) for found in used.values())
+
+
+def kept_bytes(problem: Problem, plan: Plan, kind: int) -> list[int]:
+    return [
+        problem.kinds[kind].options[option].saved_bytes
+        for k, option in zip(problem.order, plan.options, strict=True)
+        if k == kind
+    ]
+
+
+@settings(deadline=None, max_examples=150)
+@given(problem=problems(), fraction=st.floats(-0.1, 1.1), tiers=st.sampled_from([1, 2]))
+def test_greedy_keeps_the_budget_and_never_beats_the_optimum(
+    problem: Problem, fraction: float, tiers: int
+) -> None:
+    budget_bytes = budget_between(problem, fraction)
+    plan = solve_greedily(problem, budget_bytes, tiers=tiers)
+    optimum = solve(problem, budget_bytes, tiers=tiers)
+    # Recomputing everything keeps least, so there is a plan where any fits.
+    assert (plan is None) == (optimum is None)
+    if plan is None or optimum is None:
+        return
+    assert plan.peak_bytes == peak_of(problem, plan.options) <= budget_bytes
+    assert plan.overhead_seconds == pytest.approx(overhead_of(problem, plan.options))
+    assert plan.overhead_seconds >= optimum.overhead_seconds - 1e-9
+    assert plan.overhead_seconds <= overhead_of(problem, [1] * len(problem.order)) + 1e-9
+    assert tiers_used(problem, plan) <= tiers
+    for found in set(problem.order):
+        kept = kept_bytes(problem, plan, found)
+        assert kept == sorted(kept)
+
+
+@settings(deadline=None, max_examples=60)
+@given(kind=kinds(), count=st.integers(1, 6), fraction=st.floats(-0.1, 1.1), data=st.data())
+def test_greedy_is_exact_where_layers_are_alone_or_not(
+    kind: Kind, count: int, fraction: float, data: st.DataObject
+) -> None:
+    """All that is open is how many of equal layers are left alone: as many as fit."""
+    rows = ("forward_bytes", "loss_bytes", "backward_start_bytes", "backward_bytes", "fixed_bytes")
+    problem = Problem(
+        kinds=(replace(kind, options=kind.options[:2]),),
+        order=(0,) * count,
+        **{name: data.draw(st.integers(5, 60)) * MIB for name in rows},
+    )
+    budget_bytes = budget_between(problem, fraction)
+    plan, optimum = solve_greedily(problem, budget_bytes), solve(problem, budget_bytes)
+    assert (plan is None) == (optimum is None)
+    if plan is not None and optimum is not None:
+        assert plan.options == optimum.options
+
+
+def test_greedy_takes_the_most_seconds_per_byte_first() -> None:
+    kind = Kind(
+        options=(
+            Option(overhead_seconds=0.0, saved_bytes=20 * MIB, is_tier=False),
+            Option(overhead_seconds=10.0, saved_bytes=0, is_tier=True),
+            Option(overhead_seconds=7.0, saved_bytes=MIB, is_tier=True),  # 3 s for 1 MiB
+            Option(overhead_seconds=2.0, saved_bytes=4 * MIB, is_tier=True),  # 8 s for 4 MiB
+        ),
+        activation_bytes=0,
+        gradient_bytes=0,
+    )
+    problem = Problem(
+        kinds=(kind,),
+        order=(0,),
+        forward_bytes=0,
+        loss_bytes=0,
+        backward_start_bytes=0,
+        backward_bytes=0,
+        fixed_bytes=0,
+    )
+    two = replace(problem, order=(0, 0))
+    assert solve_greedily(two, 4 * MIB).options == (2, 2)  # type: ignore[union-attr]
+    assert solve(two, 4 * MIB).options == (1, 3)  # type: ignore[union-attr]
+    # One tier is not left again by a single layer, unless that leaves the other tier empty.
+    assert solve_greedily(two, 5 * MIB, tiers=1).options == (1, 1)  # type: ignore[union-attr]
+    assert solve_greedily(problem, 5 * MIB, tiers=1).options == (3,)  # type: ignore[union-attr]
+    assert solve_greedily(two, 40 * MIB).options == (0, 0)  # type: ignore[union-attr]
+
+
+def test_greedy_gives_each_kind_tiers_of_its_own() -> None:
+    options = (
+        Option(overhead_seconds=0.0, saved_bytes=20 * MIB, is_tier=False),
+        Option(overhead_seconds=2.0, saved_bytes=MIB, is_tier=True),
+        Option(overhead_seconds=1.0, saved_bytes=2 * MIB, is_tier=True),
+    )
+    kind = Kind(options=options, activation_bytes=0, gradient_bytes=0)
+    problem = Problem(
+        kinds=(kind, kind),
+        order=(0, 1),
+        forward_bytes=0,
+        loss_bytes=0,
+        backward_start_bytes=0,
+        backward_bytes=0,
+        fixed_bytes=0,
+    )
+    assert solve_greedily(problem, 4 * MIB, tiers=1).options == (2, 2)  # type: ignore[union-attr]

@@ -110,7 +110,7 @@ def _release(version: str) -> str:
 
 if _release(torch.__version__) != _release(META["environment"]["torch_version"]):
     _warn(
-        f"it was measured with torch {{META['environment']['torch_version']}}, and this is "
+        f"it was made with torch {{META['environment']['torch_version']}}, and this is "
         f"{{torch.__version__}}"
     )
 '''

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from sac_search import units
 from sac_search.frontier import Frontier, FrontierPoint
-from sac_search.records import Outcome, Verification
-from sac_search.space import Granularity, decision_name, saved_name, unsavable_ops
+from sac_search.records import Evidence, Outcome, Verification
+from sac_search.space import Granularity, label_of, saved_name, unsavable_ops
 from sac_search.study.baselines import FULL, NONE
 from sac_search.study.candidate import Candidate
 from sac_search.study.result import SearchResult
@@ -61,11 +61,13 @@ def _candidate_row(
             is_best=is_best,
         )
     overhead = result.overhead_of(candidate)
-    noise_percent = 100 * measurement.step_noise_fraction
+    noise = f" ±{100 * measurement.step_noise_fraction:.1f}%"
+    if measurement.evidence is Evidence.FORECAST:
+        noise = ""
     return CandidateRow(
         name=name,
         description=candidate.policy.describe(),
-        step=f"{units.format_seconds(candidate.step_seconds)} ±{noise_percent:.1f}%",
+        step=f"{units.format_seconds(candidate.step_seconds)}{noise}",
         overhead="–" if overhead is None else units.format_percent(overhead),
         peak=units.format_gib(measurement.peak_bytes),
         verdict="fits" if candidate.fits(result.budget_bytes) else "over",
@@ -115,7 +117,9 @@ def op_rows(layers: Sequence[LayerTrace]) -> list[OpRow]:
                     calls=op.calls,
                     mib=op.output_bytes / units.MIB,
                     milliseconds=1e3 * sum(seconds) / len(seconds),
-                    saved_by=f"no: {reason}" if reason else decision_name(op, Granularity.SITE),
+                    saved_by=f"no: {reason}"
+                    if reason
+                    else f"save.{label_of(op, Granularity.SITE)}",
                     savable=not reason,
                 )
             )
@@ -192,9 +196,18 @@ def headline(result: SearchResult) -> list[str]:
     bound = _against_bound(result)
     if bound:
         lines.append(bound)
+    if result.evidence is Evidence.FORECAST:
+        lines.append(_forecast_line(result))
     if result.verification is not None:
         lines.append(verification_line(result))
     return lines
+
+
+def _forecast_line(result: SearchResult) -> str:
+    return (
+        "This is a forecast: no step was run and no gradient compared. Peaks are allocated bytes, "
+        f"seconds are by the published rates of {result.environment.device_name}."
+    )
 
 
 def _against_bound(result: SearchResult) -> str:
@@ -202,10 +215,11 @@ def _against_bound(result: SearchResult) -> str:
     if bound_seconds is None or best is None or best.step_seconds is None:
         return ""
     distance = max(0.0, best.step_seconds / bound_seconds - 1)
+    source = "measured steps" if result.evidence is Evidence.MEASURED else "rates"
     return (
         f"Within {100 * distance:.1f}% of the planner's bound, "
         f"{units.format_seconds(bound_seconds)}: no policy that saves whole op sites in these "
-        "layers can be faster, if ops cost what they did in the trace and their costs add up."
+        f"layers can be faster, if ops cost what the {source} say and their costs add up."
     )
 
 
@@ -245,6 +259,8 @@ def _against(result: SearchResult, name: str) -> str:
 
 def closing_lines(result: SearchResult) -> list[str]:
     """Returns why the search stopped, where the files are, and what to type next."""
+    if result.evidence is Evidence.FORECAST:
+        return _closing_lines_of_forecast(result)
     baseline_count = sum(candidate.is_baseline for candidate in result.candidates)
     ruled_out = sum(candidate.is_ruled_out for candidate in result.candidates)
     trials = len(result.candidates) - baseline_count - ruled_out
@@ -256,14 +272,25 @@ def closing_lines(result: SearchResult) -> list[str]:
         f"Clock: {_CLOCKS[result.environment.clock]}.",
     ]
     lines += [f"Rejected: {reason}" for reason in result.rejected]
-    if result.folder is not None and result.best is not None:
-        policy_path = result.folder / "policy.py"
-        lines += [
-            f"Files: {policy_path}, {result.folder / 'result.json'}, {result.folder / 'study.db'}",
-            f"Next: copy {policy_path} beside your training script; import policy; "
-            "policy.apply(model)",
-        ]
-    return lines
+    return lines + _file_lines(result)
+
+
+def _closing_lines_of_forecast(result: SearchResult) -> list[str]:
+    return [
+        f"Forecast {len(result.candidates)} policies for {result.environment.device_name}.",
+        *_file_lines(result),
+        "To measure: the same command on that device, without --forecast; it continues this study.",
+    ]
+
+
+def _file_lines(result: SearchResult) -> list[str]:
+    if result.folder is None or result.best is None:
+        return []
+    policy_path = result.folder / "policy.py"
+    return [
+        f"Files: {policy_path}, {result.folder / 'result.json'}, {result.folder / 'study.db'}",
+        f"Next: copy {policy_path} beside your training script; import policy; policy.apply(model)",
+    ]
 
 
 _CLOCKS = {

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sac_search.opclasses import OpClass, packets_of
-from sac_search.policy import NO_CHECKPOINTING, PLAIN_TIER, Policy, Tier, checkpoint_layers
-from sac_search.space import Assignment, SearchSpace, make_tier, unsavable_ops
+from sac_search.policy import Policy, Tier, checkpoint_layers
+from sac_search.space import Assignment, SearchSpace, unsavable_ops
 
 NONE = "none"
 FULL = "full"
@@ -51,22 +52,22 @@ def baselines(space: SearchSpace) -> list[Baseline]:
     names = [layer.name for layer in space.layers]
     dear = [OpClass.MATMUL, OpClass.SCALED_MM, OpClass.ATTENTION, OpClass.CONVOLUTION]
     found = [
-        Baseline(name=NONE, policy=NO_CHECKPOINTING, assignment=space.assignment_for([], [])),
-        _plain(space, FULL, names),
-        _plain(space, EVERY_SECOND, names[::2]),
+        _ladder(space, NONE, [], []),
+        _ladder(space, FULL, names, []),
+        _ladder(space, EVERY_SECOND, names[::2], []),
         Baseline(
             name=RECOMPUTE_ALL,
             policy=checkpoint_layers(names, Tier(through_policy=True)),
             assignment=None,
         ),
-        _ladder(space, SAVE_MATMUL, dear[:2]),
-        _ladder(space, SAVE_DEAR, dear),
+        _ladder(space, SAVE_MATMUL, names, dear[:2]),
+        _ladder(space, SAVE_DEAR, names, dear),
         Baseline(
             name=TORCHTITAN,
             policy=checkpoint_layers(names, _torchtitan_tier(space)),
             assignment=None,
         ),
-        _ladder(space, SAVE_ATTENTION, [OpClass.ATTENTION]),
+        _ladder(space, SAVE_ATTENTION, names, [OpClass.ATTENTION]),
     ]
     unique: dict[str, Baseline] = {}
     for baseline in found:
@@ -74,21 +75,18 @@ def baselines(space: SearchSpace) -> list[Baseline]:
     return list(unique.values())
 
 
-def _plain(space: SearchSpace, name: str, layers: list[str]) -> Baseline:
+def _ladder(
+    space: SearchSpace, name: str, layers: Sequence[str], classes: Sequence[OpClass]
+) -> Baseline:
+    """Returns the baseline that checkpoints `layers` and saves these op classes in each."""
+    choices = space.choices_of_classes(layers, classes)
     return Baseline(
-        name=name,
-        policy=checkpoint_layers(layers, PLAIN_TIER),
-        assignment=space.assignment_for(layers, []),
+        name=name, policy=space.policy_of(choices), assignment=space.assignment_of(choices)
     )
 
 
-def _ladder(space: SearchSpace, name: str, classes: list[OpClass]) -> Baseline:
-    assignment = space.assignment_for([la.name for la in space.layers], classes)
-    assert assignment is not None
-    return Baseline(name=name, policy=space.policy_for(assignment), assignment=assignment)
-
-
 def _torchtitan_tier(space: SearchSpace) -> Tier:
+    names = [layer.name for layer in space.layers]
     reasons = unsavable_ops(space.layers)
     matmuls = {f"{packet}.default" for packet in packets_of(OpClass.MATMUL) if "." in packet}
     ops = {
@@ -99,7 +97,8 @@ def _torchtitan_tier(space: SearchSpace) -> Tier:
         and not op.random
         and (op.op in matmuls or op.op == "aten.max.default")
     }
-    attention = make_tier([n for n in space.saves if n == "save.attention"], space.saves)
+    attention = _ladder(space, SAVE_ATTENTION, names, [OpClass.ATTENTION]).policy.tiers
+    kernels = {op for tier in attention for op in tier.ops}
     if not ops:
-        return attention
-    return Tier(ops=tuple(sorted(ops | set(attention.ops))), every_second_matmul=True)
+        return Tier(classes=("attention",) if kernels else (), ops=tuple(sorted(kernels)))
+    return Tier(ops=tuple(sorted(ops | kernels)), every_second_matmul=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from sac_search.policy import Policy
-from sac_search.records import Failure, FailureKind, Measurement, Outcome
+from sac_search.records import Evidence, Failure, FailureKind, Measurement, Outcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +36,13 @@ class Candidate:
     def failure(self) -> Failure | None:
         """The reason, when it did not."""
         return self.outcome.failure
+
+    @property
+    def evidence(self) -> Evidence:
+        """Where its figures, or its failure, come from."""
+        if self.measurement is not None:
+            return self.measurement.evidence
+        return Evidence.FORECAST if self.is_ruled_out else Evidence.MEASURED
 
     @property
     def is_ruled_out(self) -> bool:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from sac_search.records import Verification
+from sac_search.records import Evidence, Verification
 from sac_search.study.baselines import FULL, NONE
 from sac_search.study.candidate import Candidate, rank
 from sac_search.study.measurer import Measurer
@@ -61,6 +61,13 @@ def confirm(
     ]
 
 
+def known_candidates(store: StudyStore) -> list[Candidate]:
+    """Returns everything that the study's results are made of: measured, or forecast."""
+    if store.evidence is Evidence.FORECAST:
+        return store.forecasts()
+    return with_confirmed_figures(store, store.candidates())
+
+
 def with_confirmed_figures(store: StudyStore, candidates: Sequence[Candidate]) -> list[Candidate]:
     """Returns the candidates, those measured side by side with the figures of that."""
     confirmation, anchor_seconds = store.confirmation, store.anchor_seconds
@@ -110,7 +117,7 @@ def stored_winner(store: StudyStore) -> Winner:
     """Returns the winner of a study that was searched before, without measuring anything."""
     verified = {entry.key: entry.verification for entry in store.verified}
     best, rejected = None, []
-    for candidate in with_confirmed_figures(store, store.candidates()):
+    for candidate in known_candidates(store):
         verification = verified.get(candidate.policy.key)
         if candidate.policy.key == store.winner:
             best = candidate

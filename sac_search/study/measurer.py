@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from sac_search.forecaster import Planned, PlanRequest
+from sac_search.forecaster import ProfileRequest
 from sac_search.policy import Policy
+from sac_search.profile import Profile
 from sac_search.records import Outcome
 from sac_search.worker.session import Description, ForecastPeak, Verdict
 
@@ -26,8 +27,8 @@ class Measurer(Protocol):
     def forecast(self, policy: Policy) -> ForecastPeak:
         """Returns the peak that `policy` would have, without running it, where that can be told."""
 
-    def plan(self, request: PlanRequest) -> list[Planned]:
-        """Returns the fastest policies for some budgets, by forecast; none where it cannot tell."""
+    def profile(self, request: ProfileRequest) -> Profile | None:
+        """Returns sizes and prices of the layers; None where there are no forecasts."""
 
     def verify(self, policy: Policy) -> Verdict:
         """Returns how far the policy's gradients are from those without checkpointing."""

@@ -39,6 +39,8 @@ class SearchResult:
     """The peak that no policy can go under; None when full checkpointing was not measured."""
     stop_reason: str
     """Why the search stopped."""
+    evidence: Evidence = Evidence.MEASURED
+    """Where all its figures come from."""
     bound_overhead_seconds: float | None = None
     """Step time above that without checkpointing that no policy can go under, by the planner."""
     rejected: tuple[str, ...] = ()
@@ -124,7 +126,7 @@ def to_document(result: SearchResult) -> dict[str, Any]:
     return {
         "schema_version": SCHEMA_VERSION,
         "study_name": result.study_name,
-        "evidence": str(Evidence.MEASURED),
+        "evidence": str(result.evidence),
         "budget_bytes": result.budget_bytes,
         "environment": records.to_builtins(result.environment),
         "baselines": [_entry(c, result.budget_bytes) for c in result.candidates if c.is_baseline],
@@ -164,5 +166,5 @@ def _entry(candidate: Candidate, budget_bytes: int) -> dict[str, Any]:
         "step_seconds": candidate.step_seconds,
         "peak_bytes": measurement.peak_bytes if measurement else None,
         "forecast_peak_bytes": candidate.outcome.forecast_peak_bytes,
-        "evidence": str(Evidence.FORECAST if candidate.is_ruled_out else Evidence.MEASURED),
+        "evidence": str(candidate.evidence),
     }

@@ -1,18 +1,29 @@
-"""The samplers that a search may use."""
+"""The samplers that a search may use, one of our own among them."""
 
 from __future__ import annotations
 
 import enum
 import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+import numpy as np
 import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
+from optuna.trial import FrozenTrial
 
-from sac_search.space import Decision
+from sac_search.space import Assignment, Decision, DecisionType
+
+Propose = Callable[[np.random.Generator], Assignment | None]
 
 
 class SamplerName(enum.StrEnum):
     """A sampler, as named on the command line."""
 
+    PLANNER = "planner"
+    """Our own: draws costs from what the measurements say and solves for them exactly."""
+    GREEDY = "greedy"
+    """The same, but takes the most seconds per byte again and again instead of solving."""
     GP = "gp"
     """Gaussian process with the constraint in its acquisition function."""
     TPE = "tpe"
@@ -20,17 +31,86 @@ class SamplerName(enum.StrEnum):
     RANDOM = "random"
     """Uniform draws: what any sampler has to beat."""
 
+    @property
+    def plans(self) -> bool:
+        """Whether it knows what the decisions mean."""
+        return self in (SamplerName.PLANNER, SamplerName.GREEDY)
+
+
+class PlannerSampler(optuna.samplers.BaseSampler):
+    """Asks for a whole assignment at once; what is not a decision of the space is drawn at random.
+
+    It remembers nothing: whoever proposes knows the study.
+    """
+
+    def __init__(self, decisions: Sequence[Decision], propose: Propose, seed: int) -> None:
+        self._distributions = {d.name: distribution_of(d) for d in decisions}
+        self._propose = propose
+        self._generator = np.random.default_rng(seed)
+        self._random = optuna.samplers.RandomSampler(seed=seed)
+
+    def reseed_rng(self) -> None:
+        """Makes copies in other threads or processes draw differently."""
+        self._generator = np.random.default_rng()
+        self._random.reseed_rng()
+
+    def infer_relative_search_space(
+        self, study: optuna.Study, trial: FrozenTrial
+    ) -> dict[str, BaseDistribution]:
+        """Returns the decisions, which are the same from the first trial to the last."""
+        if "fixed_params" in trial.system_attrs:  # enqueued: somebody has decided already
+            return {}
+        return dict(self._distributions)
+
+    def sample_relative(
+        self,
+        study: optuna.Study,
+        trial: FrozenTrial,
+        search_space: dict[str, BaseDistribution],
+    ) -> dict[str, Any]:
+        """Returns a value for each variable of `search_space`."""
+        assignment: Mapping[str, int] | None = None
+        if search_space and search_space == self._distributions:
+            assignment = self._propose(self._generator)
+        return {
+            name: (
+                self.sample_independent(study, trial, name, distribution)
+                if assignment is None
+                else distribution.to_external_repr(assignment[name])
+            )
+            for name, distribution in search_space.items()
+        }
+
+    def sample_independent(
+        self,
+        study: optuna.Study,
+        trial: FrozenTrial,
+        param_name: str,
+        param_distribution: BaseDistribution,
+    ) -> Any:
+        """Returns a uniform draw."""
+        return self._random.sample_independent(study, trial, param_name, param_distribution)
+
 
 def make_sampler(
-    name: SamplerName, seed: int, trial_count: int, startup_trials: int
+    name: SamplerName,
+    seed: int,
+    trial_count: int,
+    *,
+    decisions: Sequence[Decision],
+    propose: Propose,
 ) -> optuna.samplers.BaseSampler:
     """Returns the sampler, seeded so that a continued study does not replay its first draws.
 
-    `startup_trials` of them are drawn at random before the model takes over; enqueued trials count.
+    `propose` is for those that plan. The others draw so many trials at random before their model
+    takes over as there are decisions, 8 at least; enqueued trials count.
     """
     seed = (seed + trial_count) % 2**32
+    startup_trials = max(8, len(decisions))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        if name.plans:
+            return PlannerSampler(decisions, propose, seed)
         if name is SamplerName.GP:
             return optuna.samplers.GPSampler(seed=seed, n_startup_trials=startup_trials)
         if name is SamplerName.TPE:
@@ -40,8 +120,24 @@ def make_sampler(
         return optuna.samplers.RandomSampler(seed=seed)
 
 
+def distribution_of(decision: Decision) -> BaseDistribution:
+    """Returns where Optuna draws a decision from: yes and no, a whole number, or a layer's tier."""
+    if decision.type is DecisionType.COUNT:
+        return IntDistribution(0, decision.highest)
+    if decision.highest == 1:
+        return CategoricalDistribution([False, True])
+    return CategoricalDistribution(list(range(decision.highest + 1)))
+
+
+def parameters_of(decisions: Sequence[Decision], assignment: Assignment) -> dict[str, Any]:
+    """Returns an assignment as Optuna's parameters."""
+    return {d.name: distribution_of(d).to_external_repr(assignment[d.name]) for d in decisions}
+
+
 def suggest(trial: optuna.Trial, decision: Decision) -> int:
-    """Returns the trial's value of a decision: categorical for yes and no, a whole number else."""
-    if decision.is_count:
-        return trial.suggest_int(decision.name, 0, decision.highest)
-    return int(trial.suggest_categorical(decision.name, [False, True]))
+    """Returns the trial's value of a decision."""
+    distribution = distribution_of(decision)
+    if isinstance(distribution, IntDistribution):
+        return trial.suggest_int(decision.name, distribution.low, distribution.high)
+    assert isinstance(distribution, CategoricalDistribution)
+    return int(trial.suggest_categorical(decision.name, distribution.choices))  # type: ignore[arg-type]

@@ -1,27 +1,31 @@
-"""The search itself: the baselines first, then what a sampler proposes, until nothing is gained."""
+"""The search itself: plans and baselines, then what a sampler proposes, until nothing is gained."""
 
 from __future__ import annotations
 
 import random
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
 import optuna
 
 from sac_search import records, units
 from sac_search.failures import make_failure
-from sac_search.forecaster import Planned, PlanRequest
+from sac_search.forecaster import ProfileRequest
+from sac_search.planning import PhasePeaks
 from sac_search.policy import Policy
 from sac_search.records import FailureKind, Outcome
 from sac_search.space import Assignment, SearchSpace
-from sac_search.study.baselines import FULL, NONE, Baseline, baselines
+from sac_search.study.advisor import Advisor
+from sac_search.study.baselines import FULL, NONE, RECOMPUTE_ALL, Baseline, baselines
 from sac_search.study.candidate import Candidate, drift_free_seconds, rank
 from sac_search.study.measurer import Measurer
-from sac_search.study.sampler import SamplerName, make_sampler, suggest
+from sac_search.study.neighbours import neighbour
+from sac_search.study.sampler import SamplerName, make_sampler, parameters_of, suggest
 from sac_search.study.stopping import WINDOW, has_converged
-from sac_search.study.store import CONSTRAINT, Bound, StudyStore, storage_errors_named
+from sac_search.study.store import CONSTRAINT, StudyStore, name_of_trial, storage_errors_named
 
 # A trial without figures is told as this many times the reference step: worse than full
 # checkpointing can be, so that samplers turn away from it.
@@ -29,9 +33,10 @@ _FAILED_STEP_FACTOR = 2.0
 # Budgets to plan for, in parts of the study's.
 _PLAN_FRACTIONS = (1.0, 0.95, 0.9, 1.05, 1.1)
 _SMALLEST_FORECAST_ERROR = 0.01
+# Where the planner has nothing new, the neighbourhood of so many is searched.
+_BEST_TO_LOOK_AROUND = 3
 # After so many proposals in a row that were measured before, a neighbour of the best is taken.
 _PATIENCE_WITH_REPEATS = 3
-_NEIGHBOUR_ATTEMPTS = 300
 # After so many proposals in a row that were ruled out by forecast there is nothing left that fits.
 _PATIENCE_WITH_RULED_OUT = 50
 # Of spaces up to this size every policy is known in advance, and so is the last one.
@@ -46,9 +51,7 @@ class SearchSettings:
     """Trials to measure beyond the baselines."""
     timeout_seconds: float | None = None
     """Stop after this time."""
-    tiers: int = 2
-    """Save sets that layers of one kind may have in a plan; 0 for no plans."""
-    sampler: SamplerName = SamplerName.GP
+    sampler: SamplerName = SamplerName.PLANNER
     """Who proposes."""
     seed: int = 0
     """Of the sampler."""
@@ -77,6 +80,9 @@ class Search:
     """Told of every new candidate and of the trials done so far."""
     _deadline: float | None = None
     _known: dict[str, Candidate] = field(default_factory=dict)
+    _asked: dict[str, Assignment] = field(default_factory=dict)
+    _advisor: Advisor | None = None
+    _cannot_plan: bool = False
     _listed: dict[str, Assignment] = field(default_factory=dict)
     _repeats: int = 0
     _ruled_out: int = 0
@@ -86,6 +92,7 @@ class Search:
         self.store.keep_decisions(self.space.decisions)
         self.store.fail_abandoned_trials()
         self._known = {c.policy.key: c for c in self.store.candidates()}
+        self._asked = self._assignments_asked()
         if self.space.size <= _LISTABLE_SIZE:
             self._listed = {self.space.policy_for(a).key: a for a in self.space.assignments()}
         if self.settings.timeout_seconds is not None:
@@ -106,41 +113,37 @@ class Search:
         """Measures what the planner holds to be fastest at the budget, and a little off it.
 
         The forecast is exact in bytes where it is, but a step may reserve more than it allocates,
-        and prices are rough: so budgets a little smaller and larger are tried as well.
+        and prices are rough: so budgets a little smaller and larger are tried as well. What a
+        policy function costs by itself is measured before, since it decides whether saving pays.
         """
-        if self.settings.tiers == 0 or self.store.bound is not None:
+        if not self.settings.sampler.plans or self.store.has_plans:
             return
-        request = PlanRequest(
-            budgets_bytes=self._plan_budgets(),
-            tiers=self.settings.tiers,
-            full_overhead_seconds=self._full_overhead_seconds(),
-            # Of a search that is short of time, half is for measuring.
-            most_seconds=(
-                None
-                if self._deadline is None
-                else max(1.0, (self._deadline - time.monotonic()) / 2)
-            ),
-        )
-        plans = self._named_plans(self.measurer.plan(request))
-        for fraction, planned in plans:
-            if self._is_out_of_time():
+        if self._ready_advisor() is None:
+            return
+        for baseline in baselines(self.space):
+            if baseline.name == RECOMPUTE_ALL:
+                self._measure_baseline(baseline)
+        for fraction in _PLAN_FRACTIONS:
+            advisor = self._ready_advisor()
+            if advisor is None or self._is_out_of_time():
                 return
-            within = planned.peak_bytes <= self._highest_forecast()
-            if within and planned.policy.key not in self._known and planned.policy.layers:
-                name = f"plan at {fraction:.0%}"
-                outcome = self._measure(planned.policy)
-                self.store.write_plan(name, planned.policy, outcome)
-                self._remember(name, planned.policy, outcome, is_baseline=False)
-        for fraction, planned in plans:
-            if fraction == 1 and planned.bound_seconds is not None:
-                bound = Bound(
-                    overhead_seconds=planned.bound_seconds,
-                    planned_overhead_seconds=planned.overhead_seconds,
-                )
-                self.store.write("bound", bound)
+            planned = advisor.plan(fraction)
+            if planned is None or planned.policy.key in self._known:
+                continue
+            if planned.peak_bytes > self._highest_forecast() or not planned.choices:
+                continue
+            assignment = self.space.assignment_of(planned.choices)
+            if assignment is not None:
+                self._measure_enqueued(assignment, {"plan": f"plan at {fraction:.0%}"})
+        self.store.write("has_plans", True)
 
     def run(self) -> str:
         """Measures plans and the baselines that are left, and searches. Returns why it stopped."""
+        reason = self._run()
+        self._write_bound()
+        return reason
+
+    def _run(self) -> str:
         self.measure_first()
         self.measure_plans()
         for baseline in baselines(self.space):
@@ -163,6 +166,8 @@ class Search:
             self._stop_reason = f"all {len(self._listed)} policies of the search space tried"
         elif self._ruled_out >= _PATIENCE_WITH_RULED_OUT:
             self._stop_reason = f"the last {self._ruled_out} proposals were over by forecast"
+        elif self.settings.sampler.plans and self.store.is_exhausted:
+            self._stop_reason = "nothing that could be faster is left to measure"
         elif self._has_converged(trials):
             self._stop_reason = f"no gain beyond the noise in the last {WINDOW} trials"
         return bool(self._stop_reason)
@@ -175,25 +180,45 @@ class Search:
             if not (c.is_baseline or c.is_ruled_out or c.imported_from is not None)
         ]
 
-    def _plan_budgets(self) -> tuple[int, ...]:
-        """Returns the planner's budgets, which are for allocated bytes, as those of a study.
+    # --- planning ---------------------------------------------------------------------------------
 
-        A study's budget may be for reserved bytes: what the caching allocator reserves beyond that
-        is taken from what full checkpointing was measured to need.
-        """
-        full = next((c for c in self._known.values() if c.name == FULL), None)
-        measurement = full.measurement if full is not None else None
-        ratio = measurement.allocated_bytes / measurement.peak_bytes if measurement else 1.0
-        return tuple(round(f * ratio * self.store.budget_bytes) for f in _PLAN_FRACTIONS)
+    def _ready_advisor(self) -> Advisor | None:
+        """Returns the advisor, who knows all that was measured; None without forecasts."""
+        if self._advisor is None and not self._cannot_plan:
+            profile = self.measurer.profile(
+                ProfileRequest(layers=self.space.layers, granularity=self.space.granularity)
+            )
+            self._cannot_plan = profile is None
+            if profile is not None:
+                self._advisor = Advisor(
+                    space=self.space,
+                    profile=profile,
+                    dry_run=self._dry_run,
+                    budget_bytes=self.store.budget_bytes,
+                    greedy=self.settings.sampler is SamplerName.GREEDY,
+                )
+        if self._advisor is not None:
+            self._advisor.learn(self._known.values())
+        return self._advisor
 
-    def _named_plans(self, plans: Sequence[Planned]) -> list[tuple[float, Planned]]:
-        fractions = dict(zip(self._plan_budgets(), _PLAN_FRACTIONS, strict=True))
-        return [(fractions.get(plan.budget_bytes, 1.0), plan) for plan in plans]
+    def _advise(self, generator: np.random.Generator) -> Assignment | None:
+        advisor = self._ready_advisor()
+        if advisor is None:
+            return None
+        best = rank(self._known.values(), self.store.budget_bytes)[:_BEST_TO_LOOK_AROUND]
+        starts = [self._asked[c.policy.key] for c in best if c.policy.key in self._asked]
+        found = advisor.propose(self._known, generator, starts)
+        if found is None:
+            self.store.write("is_exhausted", True)
+        return found
 
-    def _full_overhead_seconds(self) -> float | None:
-        seconds = {c.name: c.step_seconds for c in self._known.values() if c.name in (NONE, FULL)}
-        none, full = seconds.get(NONE), seconds.get(FULL)
-        return full - none if none is not None and full is not None else None
+    def _dry_run(self, policy: Policy) -> PhasePeaks | None:
+        return self.measurer.forecast(policy).phase_peak_bytes or None
+
+    def _write_bound(self) -> None:
+        advisor = self._ready_advisor()
+        bound_seconds = None if advisor is None else advisor.bound_seconds()
+        self.store.write("bound_overhead_seconds", bound_seconds)
 
     def _measure(self, policy: Policy) -> Outcome:
         """Measures a policy, unless its forecast is over the budget beyond doubt."""
@@ -233,24 +258,22 @@ class Search:
             self.store.write_baseline(baseline.name, baseline.policy, outcome)
             self._remember(baseline.name, baseline.policy, outcome, is_baseline=True)
             return
-        assignment = baseline.assignment
+        self._measure_enqueued(baseline.assignment, {"baseline": baseline.name})
+
+    def _measure_enqueued(self, assignment: Assignment, attributes: dict[str, str]) -> None:
+        """Measures an assignment as the next trial, which gets these user attributes."""
+        key = self.space.policy_for(assignment).key
         with storage_errors_named(self.store.path):
             trials = self.store.study.get_trials(deepcopy=False)
-            if not any(_is_waiting(trial, baseline) for trial in trials):
+            if not any(_is_waiting(trial, attributes) for trial in trials):
                 self.store.study.enqueue_trial(
-                    self._parameters(assignment), user_attrs={"baseline": baseline.name}
+                    parameters_of(self.space.decisions, assignment), user_attrs=attributes
                 )
         # Trials that an earlier run left in the queue come first.
         for _ in range(1 + len(trials)):
             self._optimize(self._propose, count=1, callbacks=[])
-            if baseline.policy.key in self._known:
+            if key in self._known:
                 return
-
-    def _parameters(self, assignment: Assignment) -> dict[str, object]:
-        return {
-            d.name: assignment[d.name] if d.is_count else bool(assignment[d.name])
-            for d in self.space.decisions
-        }
 
     # --- trials -----------------------------------------------------------------------------------
 
@@ -267,7 +290,8 @@ class Search:
                 self.settings.sampler,
                 self.settings.seed,
                 len(study.get_trials(deepcopy=False)),
-                startup_trials=max(8, len(self.space.decisions)),
+                decisions=self.space.decisions,
+                propose=self._advise,
             )
             study.optimize(objective, n_trials=count, callbacks=callbacks)
 
@@ -275,10 +299,12 @@ class Search:
         assignment = {decision.name: suggest(trial, decision) for decision in self.space.decisions}
         policy = self.space.policy_for(assignment)
         known = self._known.get(policy.key)
+        self._asked[policy.key] = assignment
         trial.set_user_attr("policy", records.to_builtins(policy))
         trial.set_user_attr("policy_text", policy.describe())
         if known is None:
             self._repeats = 0
+            # Baselines are measured whatever their forecast says: all is held against them.
             is_baseline = "baseline" in trial.user_attrs
             outcome = self.measurer.measure(policy) if is_baseline else self._measure(policy)
         else:
@@ -293,9 +319,12 @@ class Search:
         self.store.keep_anchor(outcome)
         if is_new:
             trial.set_user_attr("outcome", records.to_builtins(outcome))
-            baseline = trial.user_attrs.get("baseline")
-            name = baseline or f"trial {trial.number}"
-            self._remember(name, policy, outcome, is_baseline=baseline is not None)
+            self._remember(
+                name_of_trial(trial),
+                policy,
+                outcome,
+                is_baseline="baseline" in trial.user_attrs,
+            )
         seconds, excess_gib = self._told(outcome)
         for name, value in self._readable(outcome, seconds).items():
             trial.set_user_attr(name, value)
@@ -382,28 +411,28 @@ class Search:
         """Enqueues an unmeasured policy next to one of the best. Returns whether there is one."""
         generator = random.Random(f"{self.settings.seed} {len(self._known)}")  # noqa: S311
         best = rank(self._known.values(), self.store.budget_bytes)[:5] or list(self._known.values())
-        starts = [a for a in (self._assignment_of(c) for c in best) if a is not None]
-        decisions = self.space.decisions
-        for attempt in range(_NEIGHBOUR_ATTEMPTS if starts else 0):
-            assignment = dict(generator.choice(starts))
-            for decision in generator.sample(decisions, min(len(decisions), 1 + attempt // 60)):
-                assignment[decision.name] = generator.randint(0, decision.highest)
-            if self.space.policy_for(assignment).key not in self._known:
-                return self._enqueue(assignment)
-        unmeasured = (a for key, a in self._listed.items() if key not in self._known)
-        remaining = next(unmeasured, None)
-        return remaining is not None and self._enqueue(remaining)
-
-    def _enqueue(self, assignment: Assignment) -> bool:
-        self.store.study.enqueue_trial(self._parameters(assignment))
+        starts = [self._asked[c.policy.key] for c in best if c.policy.key in self._asked]
+        found = neighbour(self.space, starts, self._known, generator)
+        if found is None:
+            unmeasured = (a for key, a in self._listed.items() if key not in self._known)
+            found = next(unmeasured, None)
+        if found is None:
+            return False
+        self.store.study.enqueue_trial(parameters_of(self.space.decisions, found))
         self._repeats = 0
         return True
 
-    def _assignment_of(self, candidate: Candidate) -> Assignment | None:
-        classes = [str(op_class) for tier in candidate.policy.tiers for op_class in tier.classes]
-        return self.space.assignment_for(candidate.policy.layer_names, classes)
+    def _assignments_asked(self) -> dict[str, Assignment]:
+        """Returns the assignments of all trials so far, by the keys of their policies."""
+        names = {decision.name for decision in self.space.decisions}
+        with storage_errors_named(self.store.path):
+            trials = self.store.study.get_trials(deepcopy=False)
+        asked = (
+            {n: int(v) for n, v in t.params.items()} for t in trials if t.params.keys() == names
+        )
+        return {self.space.policy_for(assignment).key: assignment for assignment in asked}
 
 
-def _is_waiting(trial: optuna.trial.FrozenTrial, baseline: Baseline) -> bool:
+def _is_waiting(trial: optuna.trial.FrozenTrial, attributes: dict[str, str]) -> bool:
     waiting = trial.state is optuna.trial.TrialState.WAITING
-    return waiting and trial.user_attrs.get("baseline") == baseline.name
+    return waiting and attributes.items() <= trial.user_attrs.items()

@@ -25,7 +25,7 @@ from optuna.trial import FrozenTrial, TrialState
 from sac_search import records, units
 from sac_search.errors import EnvironmentMismatch, StudyError, StudyFileError, StudyNotFound
 from sac_search.policy import Policy
-from sac_search.records import SCHEMA_VERSION, Environment, Outcome, Verification
+from sac_search.records import SCHEMA_VERSION, Environment, Evidence, Outcome, Verification
 from sac_search.space import Decision
 from sac_search.study.candidate import Candidate, drift_free_seconds
 from sac_search.trace import LayerTrace
@@ -39,7 +39,7 @@ CONSTRAINT = "peak_over_budget_gib"
 _LOCK_NAME = ".lock"
 _LOCK_TIMEOUT_SECONDS = 60
 _REFERENCE_PREFIX = "baseline: "
-_PLAN_PREFIX = "plan: "
+_FORECAST_PREFIX = "forecast: "
 
 T = TypeVar("T")
 
@@ -52,16 +52,6 @@ class Confirmation:
     """Keys of their policies."""
     outcomes: tuple[Outcome, ...]
     """Their figures, in the same order."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bound:
-    """The planner's lower bound at the study's budget."""
-
-    overhead_seconds: float
-    """Step time above that without checkpointing that no policy can go under."""
-    planned_overhead_seconds: float
-    """What the plan at the same budget was forecast to add."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +69,13 @@ class _Tried:
     policy: Policy
     outcome: Outcome
     imported_from: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Forecast:
+    policy: Policy
+    outcome: Outcome
+    is_baseline: bool
 
 
 class StudyStore:
@@ -148,6 +145,11 @@ class StudyStore:
         with _errors_named(self.path):
             self.study.set_user_attr(name, records.to_builtins(value))
 
+    def replace_layers(self, layers: Sequence[LayerTrace]) -> None:
+        """Gives a study that has not begun other traces of its layers."""
+        self.write("layers", tuple(layers))
+        self.__dict__.pop("layers", None)
+
     @property
     def decisions(self) -> dict[str, int] | None:
         """Names of the search's variables, each with its highest value."""
@@ -167,8 +169,8 @@ class StudyStore:
             names = sorted(n for n in known | wanted if known.get(n) != wanted.get(n))
             raise StudyError(
                 f"study {self.name!r} searches other decisions ({', '.join(names[:3])}"
-                f"{', …' if len(names) > 3 else ''}): --layer-choice or sac-search's release "
-                "differs; add --fresh, or name another one with --study"
+                f"{', …' if len(names) > 3 else ''}): --granularity, --tiers, --layer-choice or "
+                "sac-search's release differs; add --fresh, or name another one with --study"
             )
 
     def fail_abandoned_trials(self) -> None:
@@ -182,29 +184,72 @@ class StudyStore:
 
     def write_baseline(self, name: str, policy: Policy, outcome: Outcome) -> None:
         """Stores a baseline that is no point of the search space."""
-        self._write_tried(_REFERENCE_PREFIX + name, policy, outcome)
+        self.keep_anchor(outcome)
+        self.write(_REFERENCE_PREFIX + name, {"policy": policy, "outcome": outcome})
 
-    def write_plan(
-        self, name: str, policy: Policy, outcome: Outcome, *, imported_from: str | None = None
+    def write_forecast(self, candidate: Candidate) -> None:
+        """Stores what a policy would cost by forecast, apart from everything that is measured."""
+        value = {
+            "policy": candidate.policy,
+            "outcome": candidate.outcome,
+            "is_baseline": candidate.is_baseline,
+        }
+        self.write(_FORECAST_PREFIX + candidate.name, value)
+
+    def forecasts(self) -> list[Candidate]:
+        """Returns every policy that was forecast, in that order."""
+        with _errors_named(self.path):
+            attributes = self.study.user_attrs
+        found = []
+        for name, stored in attributes.items():
+            if name.startswith(_FORECAST_PREFIX):
+                tried = self._decode(stored, _Forecast)
+                assert tried.outcome.measurement is not None
+                candidate = Candidate(
+                    name=name.removeprefix(_FORECAST_PREFIX),
+                    policy=tried.policy,
+                    outcome=tried.outcome,
+                    step_seconds=tried.outcome.measurement.step_seconds,
+                    is_baseline=tried.is_baseline,
+                )
+                found.append(candidate)
+        return found
+
+    @property
+    def evidence(self) -> Evidence:
+        """What its results are made of: forecasts, until a first search on a device."""
+        return self._optional("evidence", Evidence) or Evidence.MEASURED
+
+    def begin_anew(
+        self, environment: Environment, layers: Sequence[LayerTrace], evidence: Evidence
     ) -> None:
-        """Stores a measured plan, which may be no point of the search space."""
-        self._write_tried(_PLAN_PREFIX + name, policy, outcome, imported_from)
+        """Makes a study that holds nothing but forecasts one of this environment."""
+        self.write("evidence", evidence)
+        for name in ("winner", "bound_overhead_seconds"):
+            self.write(name, None)
+        self.write("environment", environment)
+        self.__dict__.pop("environment", None)
+        self.replace_layers(layers)
 
     def keep_anchor(self, outcome: Outcome) -> None:
         """Makes the first reference steps that were measured the anchor of all step times."""
         if self.anchor_seconds is None and outcome.measurement is not None:
             self.write("anchor_seconds", outcome.measurement.reference_seconds)
 
-    def _write_tried(
-        self, name: str, policy: Policy, outcome: Outcome, imported_from: str | None = None
-    ) -> None:
-        self.keep_anchor(outcome)
-        self.write(name, {"policy": policy, "outcome": outcome, "imported_from": imported_from})
+    @property
+    def bound_overhead_seconds(self) -> float | None:
+        """Step time above that of no checkpointing that no policy can go under, by the planner."""
+        return self._optional("bound_overhead_seconds", float)
 
     @property
-    def bound(self) -> Bound | None:
-        """What no policy can go under, by the planner."""
-        return self._optional("bound", Bound)
+    def is_exhausted(self) -> bool:
+        """Whether the planner had nothing left to propose."""
+        return self._optional("is_exhausted", bool) or False
+
+    @property
+    def has_plans(self) -> bool:
+        """Whether the planner's first answers were measured."""
+        return self._optional("has_plans", bool) or False
 
     def candidates(self) -> list[Candidate]:
         """Returns every policy that was measured, each once, in the order of measuring."""
@@ -217,10 +262,6 @@ class StudyStore:
                 short_name = name.removeprefix(_REFERENCE_PREFIX)
                 baseline = self._candidate(self._decode(stored, _Tried), short_name, True)
                 found.setdefault(baseline.policy.key, baseline)
-            elif name.startswith(_PLAN_PREFIX):
-                short_name = name.removeprefix(_PLAN_PREFIX)
-                plan = self._candidate(self._decode(stored, _Tried), short_name, False)
-                found.setdefault(plan.policy.key, plan)
         for trial in trials:
             candidate = self.trial_candidate(trial)
             if candidate is not None:
@@ -232,9 +273,8 @@ class StudyStore:
         # A trial that was killed between measuring and telling has its figures and counts as well.
         if "outcome" not in trial.user_attrs:
             return None
-        baseline = trial.user_attrs.get("baseline")
-        name = baseline or f"trial {trial.number}"
-        return self._candidate(self._decode(trial.user_attrs, _Tried), name, baseline is not None)
+        tried = self._decode(trial.user_attrs, _Tried)
+        return self._candidate(tried, name_of_trial(trial), "baseline" in trial.user_attrs)
 
     def _candidate(self, tried: _Tried, name: str, is_baseline: bool) -> Candidate:
         anchor_seconds = self.anchor_seconds
@@ -272,6 +312,14 @@ class StudyStore:
             raise StudyFileError(f"{self.path}: study {self.name!r} is damaged: {error}") from error
 
 
+def name_of_trial(trial: FrozenTrial | optuna.Trial) -> str:
+    """Returns what a trial is called: `save matmul`, `plan at 95%`, `trial 17`."""
+    given = trial.user_attrs.get("baseline") or trial.user_attrs.get("plan")
+    name = given or f"trial {trial.number}"
+    other = trial.user_attrs.get("imported_from")
+    return name if other is None or "baseline" in trial.user_attrs else f"{name} of {other}"
+
+
 def create_study(
     folder: Path,
     *,
@@ -279,6 +327,7 @@ def create_study(
     environment: Environment,
     layers: Sequence[LayerTrace],
     series: str | None = None,
+    evidence: Evidence = Evidence.MEASURED,
 ) -> StudyStore:
     """Makes a new study in `folder`, named like it.
 
@@ -304,6 +353,7 @@ def create_study(
     store.write("budget_bytes", budget_bytes)
     store.write("environment", environment)
     store.write("layers", tuple(layers))
+    store.write("evidence", evidence)
     # Last of all: a study without it was never begun.
     store.write("schema_version", SCHEMA_VERSION)
     return store

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import optuna
@@ -19,6 +19,38 @@ from sac_search.study.store import (
     open_study,
     storage_errors_named,
 )
+from sac_search.trace import LayerTrace
+
+
+def adopt_trace(store: StudyStore, root: Path) -> None:
+    """Takes over the traced layers of a study that others of this environment can start from.
+
+    Traced seconds differ from one trace to the next, and with them the decisions that are worth
+    something; a study that has not begun loses nothing by having those of another.
+    """
+    if store.decisions is not None or store.candidates():
+        return
+    for other in _others(store, root):
+        if _shape_of(other.layers) == _shape_of(store.layers):
+            store.replace_layers(other.layers)
+            return
+
+
+def _shape_of(layers: Sequence[LayerTrace]) -> list[tuple[str, str, list[str]]]:
+    return [(la.name, la.kind, [op.site_name for op in la.ops]) for la in layers]
+
+
+def _others(store: StudyStore, root: Path) -> Iterator[StudyStore]:
+    """Yields the studies beside this one that were measured in the same environment."""
+    for folder in list_studies(root):
+        if folder.resolve() == store.folder.resolve():
+            continue
+        try:
+            other = open_study(folder)
+            if not other.environment.differences(store.environment):
+                yield other
+        except StudyError:  # damaged, or of another release: it has nothing to give
+            continue
 
 
 def start_from_others(store: StudyStore, root: Path, decisions: Sequence[Decision]) -> list[str]:
@@ -31,26 +63,22 @@ def start_from_others(store: StudyStore, root: Path, decisions: Sequence[Decisio
         return []
     taken: list[str] = []
     known: set[str] = set()
-    for folder in list_studies(root):
-        if folder.resolve() == store.folder.resolve():
-            continue
+    for other in _others(store, root):
         try:
-            other = open_study(folder)
-            fits = _is_alike(other, store, decisions)
-            copied = fits and _copy(other, store, known)
-        except StudyError:  # damaged, or of another release: it has nothing to give
+            copied = _has_same_decisions(other, store, decisions) and _copy(other, store, known)
+        except StudyError:
             continue
         if copied:
             taken.append(other.name)
     return taken
 
 
-def _is_alike(other: StudyStore, store: StudyStore, decisions: Sequence[Decision]) -> bool:
-    return (
-        not other.environment.differences(store.environment)
-        and [layer.name for layer in other.layers] == [layer.name for layer in store.layers]
-        and other.decisions == {decision.name: decision.highest for decision in decisions}
-    )
+def _has_same_decisions(
+    other: StudyStore, store: StudyStore, decisions: Sequence[Decision]
+) -> bool:
+    return [layer.name for layer in other.layers] == [
+        layer.name for layer in store.layers
+    ] and other.decisions == {decision.name: decision.highest for decision in decisions}
 
 
 def _copy(other: StudyStore, store: StudyStore, known: set[str]) -> bool:
@@ -65,15 +93,14 @@ def _copy(other: StudyStore, store: StudyStore, known: set[str]) -> bool:
         trials = other.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
     as_trials = {c.policy.key: t for t in trials if (c := other.trial_candidate(t)) is not None}
     for key, candidate in measured.items():
-        store.keep_anchor(candidate.outcome)
         trial = as_trials.get(key)
+        if trial is None and not candidate.is_baseline:
+            continue  # measured in a trial that was killed before its end
+        store.keep_anchor(candidate.outcome)
         if trial is not None:
             _add_trial(store, candidate, trial, other.name)
-        elif candidate.is_baseline:
-            store.write_baseline(candidate.name, candidate.policy, candidate.outcome)
         else:
-            name = f"{candidate.name} of {other.name}"
-            store.write_plan(name, candidate.policy, candidate.outcome, imported_from=other.name)
+            store.write_baseline(candidate.name, candidate.policy, candidate.outcome)
         known.add(key)
     return True
 
@@ -92,8 +119,9 @@ def _add_trial(
         "peak_gib": round(measurement.peak_bytes / units.GIB, 4),
         "imported_from": other_name,
     }
-    if candidate.is_baseline:
-        attributes["baseline"] = candidate.name
+    for name in ("baseline", "plan"):
+        if name in trial.user_attrs:
+            attributes[name] = trial.user_attrs[name]
     with storage_errors_named(store.path):
         store.study.add_trial(
             optuna.create_trial(

@@ -19,9 +19,11 @@ from typing import Any, BinaryIO
 import msgspec
 
 from sac_search import errors
+from sac_search.rates import find_rates
 from sac_search.records import encode
+from sac_search.worker.dry_session import DrySession
 from sac_search.worker.protocol import METHODS, Comparison, RemoteError, Reply, Request
-from sac_search.worker.session import Session, open_session
+from sac_search.worker.session import Session, SessionSettings, open_session
 
 _PARENT_GONE_EXIT_CODE = 70
 
@@ -66,7 +68,7 @@ class _Server:
     """Answers requests with the one session that it holds."""
 
     def __init__(self) -> None:
-        self._session: Session | None = None
+        self._session: Session | DrySession | None = None
 
     def answer(self, request: Request) -> Reply:
         method = METHODS[request.method]
@@ -85,20 +87,26 @@ class _Server:
 
     def _run(self, method: str, argument: Any) -> Any:
         if method == "load":
-            self._session = open_session(argument)
+            self._session = _open(argument)
             return True
         session = self._loaded()
         if method == "describe":
             return session.describe()
-        if method == "compare":
+        if isinstance(session, Session) and method == "compare":
             comparison: Comparison = argument
             return session.compare(comparison.policies, comparison.steps)
         return getattr(session, method)(argument)
 
-    def _loaded(self) -> Session:
+    def _loaded(self) -> Session | DrySession:
         if self._session is None:
             raise errors.WorkerError("the worker was asked to measure before it loaded a workload")
         return self._session
+
+
+def _open(settings: SessionSettings) -> Session | DrySession:
+    if settings.forecast_device is None:
+        return open_session(settings)
+    return DrySession(settings, find_rates(settings.forecast_device))
 
 
 def _remote(error: errors.SacSearchError) -> RemoteError:

@@ -23,8 +23,9 @@ import msgspec
 
 from sac_search import errors
 from sac_search.failures import make_failure
-from sac_search.forecaster import Planned, PlanRequest
+from sac_search.forecaster import ProfileRequest
 from sac_search.policy import Policy
+from sac_search.profile import Profile
 from sac_search.records import Failure, FailureKind, Outcome, encode
 from sac_search.worker.protocol import METHODS, Comparison, Reply, Request
 from sac_search.worker.session import Description, ForecastPeak, SessionSettings, Verdict
@@ -109,13 +110,13 @@ class WorkerClient:
             return ForecastPeak(problem=lost.failure.message)
         return peak
 
-    def plan(self, request: PlanRequest) -> list[Planned]:
-        """Returns the fastest policies for some budgets, by forecast; none where it cannot tell."""
+    def profile(self, request: ProfileRequest) -> Profile | None:
+        """Returns sizes and prices of the layers; None where there are no forecasts."""
         try:
-            plans: list[Planned] = self._ask("plan", request, self._timeout(10))
+            profile: Profile | None = self._ask("profile", request, self._timeout(10))
         except _WorkerLost:
-            return []
-        return plans
+            return None
+        return profile
 
     def verify(self, policy: Policy) -> Verdict:
         """Compares the policy's gradients with those of the run without checkpointing."""

@@ -7,8 +7,9 @@ from typing import Any
 
 import msgspec
 
-from sac_search.forecaster import Planned, PlanRequest
+from sac_search.forecaster import ProfileRequest
 from sac_search.policy import Policy
+from sac_search.profile import Profile
 from sac_search.records import Outcome
 from sac_search.worker.session import Description, ForecastPeak, SessionSettings, Verdict
 
@@ -75,7 +76,7 @@ METHODS = {
     "measure": Method(Policy, Outcome),
     "compare": Method(Comparison, list[Outcome]),
     "forecast": Method(Policy, ForecastPeak),
-    "plan": Method(PlanRequest, list[Planned]),
+    "profile": Method(ProfileRequest, Profile | None),
     "verify": Method(Policy, Verdict),
     "measure_module": Method(str, Outcome),
     "verify_module": Method(str, Verdict),

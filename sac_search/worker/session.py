@@ -9,21 +9,22 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
 from sac_search import device as devices
 from sac_search.apply import PolicyModule, load_policy_module
-from sac_search.device import Clock
+from sac_search.device import Clock, DeviceFigures
 from sac_search.errors import NoPolicyFits, WorkloadError
 from sac_search.failures import failure_from
-from sac_search.forecaster import Forecaster, Planned, PlanRequest
+from sac_search.forecaster import Forecaster, ProfileRequest
 from sac_search.layers import Layer, find_layers
 from sac_search.measure import StepMeter
 from sac_search.policy import NO_CHECKPOINTING, Policy, checkpoint_layers
-from sac_search.records import Environment, Failure, FailureKind, Outcome, Verification
+from sac_search.profile import Profile
+from sac_search.records import Environment, Failure, FailureKind, Outcome, Phase, Verification
 from sac_search.trace import LayerTrace, trace_layers
 from sac_search.verify import verify_policy
 from sac_search.workload import Workload, build_workload, format_user_traceback, load_factory
@@ -49,6 +50,8 @@ class SessionSettings:
     """CPU threads of torch; one for processor time when None."""
     steps: int = 5
     """Timed steps of each policy."""
+    forecast_device: str | None = None
+    """A device whose published rates price the step; nothing is run then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +66,8 @@ class Description:
     """The policy whose steps run beside every measured one: `full`, or `none`."""
     notes: tuple[str, ...] = ()
     """Sentences that the user should read."""
+    priced_step_seconds: float | None = None
+    """Step time without checkpointing by published rates; None where steps are measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +76,8 @@ class ForecastPeak:
 
     peak_bytes: int | None = None
     """Highest bytes in live tensors; None when it cannot be told."""
+    phase_peak_bytes: dict[Phase, int] = field(default_factory=dict)
+    """Highest bytes in each phase."""
     problem: str = ""
     """Why not."""
 
@@ -102,7 +109,7 @@ class Session:
         self._diverged = False
         clock = settings.clock or devices.default_clock(device)
         self._meter = StepMeter(workload=workload, device=device, clock=clock, steps=settings.steps)
-        _refuse_own_checkpointing(workload.model)
+        refuse_own_checkpointing(workload.model)
         self._layers = self._find_layers()
         self._full = checkpoint_layers(layer.name for layer in self._layers)
         self._reference_name = self._run_first_step()
@@ -138,22 +145,25 @@ class Session:
         if forecaster is None:
             return ForecastPeak(problem=self._forecast_problem or "")
         try:
-            return ForecastPeak(peak_bytes=forecaster.forecast(policy).peak_bytes)
+            found = forecaster.forecast(policy)
         except Exception as error:
             return ForecastPeak(problem=str(error).partition("\n")[0])
         finally:
             self._free_cached_memory()
+        return ForecastPeak(
+            peak_bytes=found.peak_bytes, phase_peak_bytes=dict(found.phase_peak_bytes)
+        )
 
-    def plan(self, request: PlanRequest) -> list[Planned]:
-        """Returns the fastest policies for some budgets, by forecast; none where it cannot tell."""
+    def profile(self, request: ProfileRequest) -> Profile | None:
+        """Returns sizes and prices of the layers; None where there are no forecasts."""
         forecaster = self._ready_forecaster()
         if forecaster is None:
-            return []
+            return None
         try:
-            return forecaster.plan(request)
+            return forecaster.profile(request)
         except Exception:
-            traceback.print_exc()  # into the log; without plans the search goes on by measuring
-            return []
+            traceback.print_exc()  # into the log; without a profile the search goes on by measuring
+            return None
         finally:
             self._free_cached_memory()
 
@@ -194,25 +204,14 @@ class Session:
 
     def environment(self) -> Environment:
         """Returns what figures of this session belong to."""
-        figures = devices.describe_device(self._device)
-        parameters = self._workload.parameters()
-        return Environment(
-            torch_version=str(torch.__version__),
+        return environment_of(
+            self._workload,
+            self._settings,
+            self._source_hash,
             device=self._device.type,
-            device_name=figures.name,
-            device_memory_bytes=figures.total_bytes,
-            driver=figures.driver,
-            dtype=", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters})),
-            batch_size=self._workload.batch_size,
-            sequence_length=self._workload.sequence_length,
-            compile_settings=_compile_settings(self._workload.model),
-            allocator_settings=devices.allocator_settings(self._device),
-            precision_settings=_precision_settings(),
-            threads=torch.get_num_threads(),
+            figures=devices.describe_device(self._device),
             clock=str(self._meter.clock),
-            parameter_count=sum(p.numel() for p in parameters),
-            workload=self._settings.spec,
-            workload_source_hash=self._source_hash,
+            allocator_settings=devices.allocator_settings(self._device),
         )
 
     @property
@@ -252,7 +251,7 @@ class Session:
         except WorkloadError:
             raise
         except Exception as error:
-            raise _step_error(error, "a forward pass without gradients") from error
+            raise step_error(error, "a forward pass without gradients") from error
 
     def _run_first_step(self) -> str:
         try:
@@ -273,7 +272,7 @@ class Session:
                     f"{failure_from(first_error).message}\nUse a smaller batch, an optimizer with "
                     "less state, or a device with more memory."
                 ) from error
-            raise _step_error(error, "a training step without checkpointing") from error
+            raise step_error(error, "a training step without checkpointing") from error
         failure = failure_from(first_error)
         raise WorkloadError(
             "the step runs without checkpointing, but not with its layers checkpointed "
@@ -304,6 +303,11 @@ class Session:
             notes.append(
                 f"No forecasts for this workload ({self._forecast_problem}); the search measures "
                 "alone."
+            )
+        elif self._forecaster.why_tracked:
+            notes.append(
+                "Forecasts of this workload are counted while its step runs, which takes the time "
+                f"and the memory of the step ({self._forecaster.why_tracked})."
             )
         free_bytes, total_bytes = devices.device_memory(self._device)
         if self._device.type != "cpu":
@@ -342,6 +346,38 @@ def open_session(settings: SessionSettings) -> Session:
     return Session(workload, settings, device, factory.source_hash)
 
 
+def environment_of(
+    workload: Workload,
+    settings: SessionSettings,
+    source_hash: str,
+    *,
+    device: str,
+    figures: DeviceFigures,
+    clock: str,
+    allocator_settings: str,
+) -> Environment:
+    """Returns everything that figures of a workload on a device belong to."""
+    parameters = workload.parameters()
+    return Environment(
+        torch_version=str(torch.__version__),
+        device=device,
+        device_name=figures.name,
+        device_memory_bytes=figures.total_bytes,
+        driver=figures.driver,
+        dtype=", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters})),
+        batch_size=workload.batch_size,
+        sequence_length=workload.sequence_length,
+        compile_settings=_compile_settings(workload.model),
+        allocator_settings=allocator_settings,
+        precision_settings=_precision_settings(),
+        threads=torch.get_num_threads(),
+        clock=clock,
+        parameter_count=sum(p.numel() for p in parameters),
+        workload=settings.spec,
+        workload_source_hash=source_hash,
+    )
+
+
 def set_threads(settings: SessionSettings, device: torch.device) -> None:
     """Sets torch's CPU threads: as the settings say, one for processor time, else as they are."""
     clock = settings.clock or devices.default_clock(device)
@@ -362,7 +398,8 @@ def _check_placement(workload: Workload, device: torch.device) -> None:
             )
 
 
-def _refuse_own_checkpointing(model: torch.nn.Module) -> None:
+def refuse_own_checkpointing(model: torch.nn.Module) -> None:
+    """Raises WorkloadError if the model checkpoints its layers by itself."""
     for name, module in model.named_modules():
         if getattr(module, "gradient_checkpointing", False) is True:
             raise WorkloadError(
@@ -372,7 +409,8 @@ def _refuse_own_checkpointing(model: torch.nn.Module) -> None:
             )
 
 
-def _step_error(error: Exception, what: str) -> WorkloadError:
+def step_error(error: Exception, what: str) -> WorkloadError:
+    """Returns an error that says what of the workload's own code failed, and why."""
     failure = failure_from(error)
     message = f"{what} fails ({failure.kind}). {failure.advice}\n{failure.message}"
     return WorkloadError(message, user_traceback=format_user_traceback(error))

@@ -32,7 +32,7 @@ def get(app: Any, path: str) -> Any:
 @pytest.mark.filterwarnings("ignore")  # its own
 def test_the_dashboard_shows_the_study(tmp_path: Path) -> None:
     options = SearchOptions(
-        budget_gb=120 / 1024, root=tmp_path, trials=3, sampler=SamplerName.RANDOM
+        budget_gb=120 / 1024, root=tmp_path, trials=3, sampler=SamplerName.RANDOM, tiers=1
     )
     measurer = ScriptedMeasurer(device_bytes=150 * MIB)
     result = run_search(measurer, "gpt", options, Listener())

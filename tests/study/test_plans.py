@@ -2,142 +2,258 @@
 
 from __future__ import annotations
 
+import itertools
+
 import optuna
 import pytest
-from scripted import MIB, ScriptedMeasurer, make_layers, make_op, make_search, memory_store
+from scripted import (
+    MIB,
+    SITE_OPS,
+    ScriptedMeasurer,
+    make_layers,
+    make_op,
+    make_search,
+    memory_store,
+)
 
-from sac_search.forecaster import Planned
-from sac_search.policy import Policy, Tier, checkpoint_layers
+from sac_search.policy import Policy
 from sac_search.records import FailureKind
+from sac_search.space import Granularity, LayerChoiceMode, SearchSpace
 from sac_search.study import search as search_module
-from sac_search.study.baselines import BASELINE_NAMES
+from sac_search.study.baselines import BASELINE_NAMES, FULL, NONE, RECOMPUTE_ALL
 from sac_search.study.candidate import rank
 from sac_search.study.sampler import SamplerName
 from sac_search.study.search import CONSTRAINT, Search
-from sac_search.study.store import Bound
 
 BUDGET_BYTES = 120 * MIB
 RANDOM = SamplerName.RANDOM
-SAVING = Tier(classes=("matmul[8x8]",), ops=("aten.addmm.default[8x8]",))
-
-
-def make_plan(
-    fraction: float, layers: int, *, bound: float | None = 0.01, peak_mib: float = 110
-) -> Planned:
-    return Planned(
-        budget_bytes=round(fraction * BUDGET_BYTES),
-        policy=checkpoint_layers((f"h.{i}" for i in range(layers)), SAVING),
-        overhead_seconds=0.02,
-        peak_bytes=round(peak_mib * MIB),
-        bound_seconds=bound,
-    )
+TWO_KINDS = make_layers(4, SITE_OPS) + make_layers(3, kind="Mixer", prefix="m")
 
 
 def plan_names(search: Search) -> list[str]:
     return [c.name for c in search.store.candidates() if c.name.startswith("plan")]
 
 
+def site_search(measurer: ScriptedMeasurer, budget_bytes: int, **settings: object) -> Search:
+    return make_search(
+        measurer, budget_bytes, **{"granularity": Granularity.SITE, "tiers": 2, **settings}
+    )
+
+
+def site_measurer(**changes: object) -> ScriptedMeasurer:
+    return ScriptedMeasurer(
+        **{"layers": make_layers(6, SITE_OPS), "forecast_factor": 1.0} | changes
+    )
+
+
+def fastest(space: SearchSpace, measurer: ScriptedMeasurer, budget_bytes: int) -> float:
+    """Returns the least step time of all one-tier policies under the budget, by counting."""
+    (kind,) = space.kinds
+    labels = [save.label for save in space.saves]
+    names = space.kinds[kind]
+    seconds = []
+    for size in range(len(labels) + 1):
+        for saved in itertools.combinations(labels, size):
+            for count in range(len(names) + 1):
+                policy = space.policy_of(dict.fromkeys(names[:count], frozenset(saved)))
+                if measurer.peak_bytes(policy) <= budget_bytes:
+                    seconds.append(measurer.step_seconds(policy))
+    return min(seconds)
+
+
 # --- plans ----------------------------------------------------------------------------------------
 
 
 def test_plans_are_measured_before_the_ladder() -> None:
-    measurer = ScriptedMeasurer(plans=(make_plan(1.0, 6), make_plan(0.9, 5)))
-    search = make_search(measurer, BUDGET_BYTES, trials=2, sampler=RANDOM)
+    measurer = site_measurer()
+    search = site_search(measurer, BUDGET_BYTES, trials=3)
 
     search.run()
 
-    assert plan_names(search) == ["plan at 100%", "plan at 90%"]
-    assert [p.key for p in measurer.order[2:4]] == [plan.policy.key for plan in measurer.plans]
+    name_of = {c.policy.key: c.name for c in search.store.candidates()}
+    names = [name_of[policy.key] for policy in measurer.order]
+    plans = plan_names(search)
+    assert plans[0] == "plan at 100%"
+    # What a policy function costs has to be known before.
+    assert names[: 3 + len(plans)] == [FULL, NONE, RECOMPUTE_ALL, *plans]
     # They count as trials, for they were measured and are no baselines.
-    assert [c.name for c in search.trial_candidates()] == ["plan at 100%", "plan at 90%"]
-    assert search.store.bound == Bound(overhead_seconds=0.01, planned_overhead_seconds=0.02)
+    assert [c.name for c in search.trial_candidates()][: len(plans)] == plans
+    # All are trials of the study, with every variable and the policy in its attributes.
+    for trial in search.store.study.get_trials():
+        assert trial.params.keys() == {d.name for d in search.space.decisions}
+        assert trial.user_attrs["policy"]["layers"] or trial.user_attrs.get("baseline") == NONE
 
 
-def test_the_planner_is_asked_for_budgets_around_the_studys_own() -> None:
-    measurer = ScriptedMeasurer()
-    search = make_search(measurer, BUDGET_BYTES, trials=0, tiers=1)
-
-    search.run()
-
-    (request,) = measurer.plan_requests
-    assert request.tiers == 1
-    assert request.budgets_bytes == tuple(
-        round(fraction * BUDGET_BYTES) for fraction in (1.0, 0.95, 0.9, 1.05, 1.1)
-    )
-    none, full = measurer.step_seconds(Policy()), measurer.step_seconds(measurer.full)
-    assert request.full_overhead_seconds == pytest.approx(full - none)
-
-
-def test_without_tiers_there_are_no_plans() -> None:
-    measurer = ScriptedMeasurer(plans=(make_plan(1.0, 6),))
-    search = make_search(measurer, BUDGET_BYTES, trials=0, tiers=0)
+def test_the_first_plan_is_the_optimum_where_costs_are_known() -> None:
+    measurer = site_measurer()
+    search = site_search(measurer, BUDGET_BYTES, trials=0)
 
     search.run()
 
-    assert measurer.plan_requests == []
+    plan = next(c for c in search.store.candidates() if c.name == "plan at 100%")
+    optimum = fastest(search.space, measurer, BUDGET_BYTES)
+    # Two tiers may beat the best of one.
+    assert plan.fits(BUDGET_BYTES)
+    assert measurer.step_seconds(plan.policy) <= optimum * 1.0001
+
+
+def test_no_measured_policy_is_faster_than_the_bound() -> None:
+    measurer = site_measurer()
+    search = site_search(measurer, BUDGET_BYTES, trials=12)
+
+    search.run()
+
+    bound = search.store.bound_overhead_seconds
+    assert bound is not None
+    none = measurer.step_seconds(Policy())
+    best = rank(search.store.candidates(), BUDGET_BYTES)[0]
+    assert best.step_seconds is not None
+    overhead = best.step_seconds - none
+    assert bound <= overhead * 1.02
+    assert overhead - bound <= 0.03 * none
+
+
+@pytest.mark.parametrize("sampler", [SamplerName.GP, SamplerName.TPE, SamplerName.RANDOM])
+def test_other_samplers_know_no_plans(sampler: SamplerName) -> None:
+    search = site_search(site_measurer(), BUDGET_BYTES, trials=2, sampler=sampler)
+
+    search.run()
+
     assert plan_names(search) == []
 
 
-def test_a_continued_search_does_not_plan_again() -> None:
-    measurer = ScriptedMeasurer(plans=(make_plan(1.0, 6),))
-    store = memory_store(measurer, BUDGET_BYTES)
-    for trials in (1, 2):
-        make_search(measurer, BUDGET_BYTES, store=store, trials=trials, sampler=RANDOM).run()
+def test_without_forecasts_the_search_goes_on_by_measuring() -> None:
+    measurer = site_measurer(forecast_factor=None)
+    search = site_search(measurer, BUDGET_BYTES, trials=4)
 
-    assert len(measurer.plan_requests) == 1
+    assert search.run() == "4 trials measured (--trials 4)"
+    assert plan_names(search) == []
+    assert len(measurer.profiled) == 1
+    assert search.store.bound_overhead_seconds is None
+
+
+def test_a_continued_search_does_not_plan_again() -> None:
+    measurer = site_measurer()
+    store = memory_store(measurer, BUDGET_BYTES)
+    for trials in (5, 8):
+        search = site_search(measurer, BUDGET_BYTES, store=store, trials=trials)
+        search.run()
+
+    assert len(plan_names(search)) <= 5
     assert set(measurer.measured.values()) == {1}
 
 
 def test_an_interrupted_search_measures_the_plans_that_are_left() -> None:
-    measurer = ScriptedMeasurer(plans=(make_plan(1.0, 6), make_plan(0.9, 5)), interrupt_at=4)
+    measurer = site_measurer(interrupt_at=5)
     store = memory_store(measurer, BUDGET_BYTES)
     with pytest.raises(KeyboardInterrupt):
-        make_search(measurer, BUDGET_BYTES, store=store).run()
-    assert store.bound is None
+        site_search(measurer, BUDGET_BYTES, store=store).run()
+    assert not store.has_plans
 
     measurer.interrupt_at = None
-    search = make_search(measurer, BUDGET_BYTES, store=store, trials=2)
+    search = site_search(measurer, BUDGET_BYTES, store=store, trials=8)
     search.run()
 
-    assert plan_names(search) == ["plan at 100%", "plan at 90%"]
-    assert measurer.measured[measurer.plans[0].policy.key] == 1
-    assert store.bound is not None
+    assert store.has_plans
+    assert "plan at 100%" in plan_names(search)
+    assert len(plan_names(search)) > 1
 
 
-def test_the_bound_is_that_of_the_budget_itself() -> None:
-    # Nothing is planned to fit but a tenth above the budget: what holds there is not the study's.
-    measurer = ScriptedMeasurer(plans=(make_plan(1.1, 6),))
-    search = make_search(measurer, BUDGET_BYTES, trials=0)
-
-    search.run()
-
-    assert search.store.bound is None
-
-
-def test_a_plan_to_checkpoint_nothing_is_no_news() -> None:
-    measurer = ScriptedMeasurer(plans=(make_plan(1.0, 0),))
-    search = make_search(measurer, BUDGET_BYTES, trials=0)
+def test_one_tier_is_enough_where_one_is_asked_for() -> None:
+    search = site_search(site_measurer(), BUDGET_BYTES, trials=8, tiers=1)
 
     search.run()
 
-    assert plan_names(search) == []
+    assert all(len(c.policy.tiers) <= 1 for c in search.trial_candidates())
 
 
-def test_the_first_plan_may_be_the_first_step_that_runs() -> None:
-    # Full and no checkpointing fail, so the plan's reference steps are the anchor.
-    ends = {ScriptedMeasurer().full.key, Policy().key}
-    measurer = ScriptedMeasurer(
-        plans=(make_plan(1.0, 6),),
-        fail=lambda policy: FailureKind.TIMEOUT if policy.key in ends else None,
+def test_each_kind_of_layers_has_its_own_tiers() -> None:
+    measurer = site_measurer(layers=TWO_KINDS)
+    search = site_search(measurer, 110 * MIB, trials=10)
+
+    search.run()
+
+    best = rank(search.store.candidates(), 110 * MIB)[0]
+    others = [c for c in search.store.candidates() if c.is_baseline and c.fits(110 * MIB)]
+    assert all(best.step_seconds <= other.step_seconds for other in others)
+    assert {d.name for d in search.space.decisions} >= {
+        "layers.Block",
+        "tier2.layers.Mixer",
+        "save.attention@Block",
+        "tier2.save.attention@Mixer",
+        "save.matmul[512x512]",
+    }
+
+
+@pytest.mark.parametrize("mode", LayerChoiceMode)
+@pytest.mark.parametrize("granularity", Granularity)
+def test_the_planner_works_in_every_kind_of_space(
+    mode: LayerChoiceMode, granularity: Granularity
+) -> None:
+    search = site_search(
+        site_measurer(), BUDGET_BYTES, trials=7, mode=mode, granularity=granularity
     )
-    search = make_search(measurer, BUDGET_BYTES, trials=0)
+
+    search.run()
+
+    assert plan_names(search)
+    assert search.trial_candidates()[0].fits(BUDGET_BYTES)
+
+
+def test_wrong_prices_are_learnt() -> None:
+    # The profile holds the dearest op for cheap and the cheapest for dear.
+    factors = {"matmul[512x2048]": 0.2, "normalization[512]": 8.0, "elementwise[512]": 6.0}
+    measurer = site_measurer(price_factor=lambda label: factors.get(label, 1.0))
+    search = site_search(measurer, BUDGET_BYTES, trials=25)
+
+    search.run()
+
+    optimum = fastest(search.space, measurer, BUDGET_BYTES)
+    best = rank(search.store.candidates(), BUDGET_BYTES)[0]
+    assert measurer.step_seconds(best.policy) <= 1.01 * optimum
+    assert len(search.trial_candidates()) <= 25
+
+
+def test_the_planner_needs_fewer_trials_than_chance_and_than_a_gaussian_process() -> None:
+    def reached(sampler: SamplerName, seed: int) -> float:
+        measurer = site_measurer(noise_fraction=0.003, seed=seed)
+        search = site_search(measurer, 110 * MIB, trials=8, sampler=sampler, seed=seed)
+        search.run()
+        best = rank(search.trial_candidates(), 110 * MIB)
+        return measurer.step_seconds(best[0].policy) if best else float("inf")
+
+    optimum = fastest(site_search(site_measurer(), 110 * MIB).space, site_measurer(), 110 * MIB)
+    ours = [reached(SamplerName.PLANNER, seed) / optimum - 1 for seed in range(4)]
+    chance = [reached(RANDOM, seed) / optimum - 1 for seed in range(6)]
+    assert max(ours) < 0.01, ours
+    assert min(chance) > 0.01, chance
+
+
+def test_a_plan_may_be_the_first_step_that_runs() -> None:
+    # What does not save anything fails, so the first plan's reference steps are the anchor.
+    measurer = site_measurer(
+        fail=lambda policy: (
+            FailureKind.TIMEOUT if all(tier.saves_nothing for tier in policy.tiers) else None
+        ),
+    )
+    search = site_search(measurer, BUDGET_BYTES, trials=3)
 
     search.run()
 
     plan = next(c for c in search.trial_candidates() if c.name == "plan at 100%")
     assert search.store.anchor_seconds == pytest.approx(measurer.step_seconds(measurer.full))
     assert plan.step_seconds == pytest.approx(measurer.step_seconds(plan.policy))
-    assert plan in search.store.candidates()
+
+
+def test_a_device_that_reserves_more_than_it_allocates() -> None:
+    measurer = site_measurer(forecast_factor=0.9)  # a ninth more is reserved
+    search = site_search(measurer, BUDGET_BYTES, trials=8)
+
+    search.run()
+
+    plan = next(c for c in search.trial_candidates() if c.name == "plan at 100%")
+    assert plan.measurement is not None
+    assert 0.93 * BUDGET_BYTES < plan.measurement.peak_bytes <= 1.001 * BUDGET_BYTES
 
 
 # --- forecasts ------------------------------------------------------------------------------------
@@ -165,7 +281,7 @@ def test_what_is_over_the_budget_by_forecast_is_not_measured() -> None:
 
 def test_baselines_are_measured_whatever_their_forecast() -> None:
     measurer = ScriptedMeasurer(forecast_factor=1.0)
-    search = make_search(measurer, BUDGET_BYTES, trials=0)
+    search = make_search(measurer, BUDGET_BYTES, trials=0, sampler=RANDOM)
 
     search.run()
 

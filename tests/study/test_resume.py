@@ -248,7 +248,8 @@ def test_a_search_that_is_killed_again_and_again_loses_and_repeats_nothing(
     logged = log_path.read_text().splitlines()
     assert {key for key in logged if logged.count(key) > 1} <= in_flight
     found = open_study(folder).candidates()
-    assert {c.policy.key for c in found} == set(logged)
+    # What was in flight may never be proposed again.
+    assert set(logged) - in_flight <= {c.policy.key for c in found} <= set(logged)
     assert {key: c.outcome for c in found if (key := c.policy.key) in known} == known
     assert sum(not c.is_baseline for c in found) == trials
     assert {c.name for c in found if c.is_baseline} == set(BASELINE_NAMES)

@@ -26,6 +26,7 @@ from sac_search.opclasses import OpClass
 from sac_search.policy import Policy, checkpoint_layers
 from sac_search.records import FailureKind
 from sac_search.space import LayerChoiceMode, build_space
+from sac_search.study import neighbours
 from sac_search.study import search as search_module
 from sac_search.study.baselines import BASELINE_NAMES, EVERY_SECOND, FULL, NONE, TORCHTITAN
 from sac_search.study.candidate import rank
@@ -356,7 +357,7 @@ def test_neighbours_lie_near_the_best(stubborn: None) -> None:
     for trial in (t for t in trials_of(search) if t.number >= len(BASELINE_NAMES)):
         if "same_as" in trial.user_attrs:
             continue
-        starts = [search._assignment_of(c) for c in best]
+        starts = [search._asked.get(c.policy.key) for c in best]
         changes = [sum(int(trial.params[n]) != s[n] for n in names) for s in starts if s]
         # Itself is among `best` when it fits; another lies one decision away.
         assert sorted(changes)[:2] in ([0, 1], [1, 1], [1, 2])
@@ -383,7 +384,7 @@ def test_in_a_space_too_large_to_list_it_ends_when_no_neighbour_is_new(
 def test_a_space_that_can_be_listed_is_searched_to_its_last_policy(
     stubborn: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(search_module, "_NEIGHBOUR_ATTEMPTS", 0)
+    monkeypatch.setattr(neighbours, "_ATTEMPTS", 0)
     measurer = ScriptedMeasurer(layers=SMALL)
     search = make_search(measurer, BUDGET_BYTES)
 
@@ -429,9 +430,9 @@ def test_the_gaussian_process_comes_nearer_to_the_optimum_than_chance() -> None:
     chance = regrets(RANDOM, range(8), make)
     process = regrets(SamplerName.GP, range(2), make)
 
-    assert max(process) < 0.03, process
+    assert max(process) < 0.05, process
     assert statistics.median(process) < statistics.median(chance), (process, chance)
-    assert sum(regret < 0.03 for regret in chance) <= len(chance) // 2, chance
+    assert sum(regret < 0.05 for regret in chance) <= len(chance) // 2, chance
 
 
 # --- interruptions --------------------------------------------------------------------------------
@@ -509,7 +510,7 @@ def test_a_baseline_that_waits_in_the_queue_is_not_queued_again() -> None:
     measurer = ScriptedMeasurer()
     store = memory_store(measurer, BUDGET_BYTES)
     space = build_space(measurer.layers)
-    full = dict.fromkeys(space.saves, False) | {"layers.Block": 6}
+    full = dict.fromkeys((s.name for s in space.saves), False) | {"layers.Block": 6}
     store.study.enqueue_trial(full, user_attrs={"baseline": FULL})
 
     search = make_search(measurer, BUDGET_BYTES, store=store, trials=0)
@@ -524,7 +525,9 @@ def test_a_proposal_left_in_the_queue_is_measured_and_the_baselines_still_are() 
     measurer = ScriptedMeasurer()
     store = memory_store(measurer, BUDGET_BYTES)
     space = build_space(measurer.layers)
-    store.study.enqueue_trial(dict.fromkeys(space.saves, False) | {"layers.Block": 5})
+    store.study.enqueue_trial(
+        dict.fromkeys((s.name for s in space.saves), False) | {"layers.Block": 5}
+    )
 
     search = make_search(measurer, BUDGET_BYTES, store=store, trials=1)
 

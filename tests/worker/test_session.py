@@ -19,9 +19,11 @@ from sac_search import device as devices
 from sac_search import measure, records
 from sac_search.device import Clock
 from sac_search.errors import UsageError, WorkloadError, WorkloadNotFound
-from sac_search.forecaster import Forecaster, PlanRequest
-from sac_search.policy import NO_CHECKPOINTING, checkpoint_layers
+from sac_search.forecast import Forecast, track_step
+from sac_search.forecaster import Forecaster, ProfileRequest
+from sac_search.policy import NO_CHECKPOINTING, Policy, checkpoint_layers
 from sac_search.records import FailureKind, Outcome
+from sac_search.space import Granularity
 from sac_search.worker.__main__ import _Server
 from sac_search.worker.protocol import METHODS, Comparison, Reply, Request
 from sac_search.worker.session import (
@@ -292,15 +294,86 @@ def test_a_verification_that_fails_for_another_reason_is_not_tried_again() -> No
     assert all(p.grad is None for p in session._workload.parameters())
 
 
-def test_a_plan_that_fails_is_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    session = session_of()
-    session.describe()
+def request_of(session: Session) -> ProfileRequest:
+    return ProfileRequest(layers=session.describe().layers, granularity=Granularity.SITE)
 
-    def broken(self: Forecaster, request: PlanRequest) -> None:
+
+def test_a_profile_that_fails_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = session_of()
+    request = request_of(session)
+
+    def broken(self: Forecaster, request: ProfileRequest) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(Forecaster, "plan", broken)
-    assert session.plan(PlanRequest(budgets_bytes=(2**30,))) == []
+    monkeypatch.setattr(Forecaster, "profile", broken)
+    assert session.profile(request) is None
+
+
+class Routed(nn.Module):
+    """Runs half of its rows, whichever they are, so that shapes depend on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = (x.detach().sum(-1).flatten() > 0).nonzero().squeeze(-1)
+        flat = x.flatten(0, -2)
+        inner = self.down(torch.relu(self.up(flat[rows])))
+        return x + torch.zeros_like(flat).index_add(0, rows, inner).view_as(x)
+
+
+def routed_session(loss_fn: Loss | None = None) -> Session:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Routed() for _ in range(3)))
+
+    def square(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch).square().mean()
+
+    workload = Workload(
+        model, loss_fn or square, torch.randn(32, 8, 16), torch.optim.SGD(model.parameters(), 0.0)
+    )
+    return Session(workload, SessionSettings(spec="here", steps=2), CPU, "hash")
+
+
+def test_a_step_that_fake_tensors_cannot_run_is_forecast_by_running_it() -> None:
+    session = routed_session()
+    (note,) = session.describe().notes
+    assert "counted while its step runs" in note
+    assert "nonzero" in note
+    for policy in (NO_CHECKPOINTING, checkpoint_layers(["0", "1", "2"])):
+        outcome = session.measure(policy)
+        assert outcome.measurement is not None
+        measured_bytes = outcome.measurement.allocated_bytes
+        assert outcome.forecast_peak_bytes == pytest.approx(measured_bytes, rel=0.002)
+
+
+def test_a_step_that_does_not_fit_plain_is_profiled_layer_by_layer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    session = routed_session()
+    whole = session.profile(request_of(session))
+    assert whole is not None
+    # Layers that route their rows differently are of one kind all the same.
+    assert len(whole.kinds) == 1
+
+    def track(workload: Workload, policy: Policy, **settings: Any) -> Forecast:
+        if not policy.layers:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return track_step(workload, policy, **settings)
+
+    monkeypatch.setattr("sac_search.forecaster.track_step", track)
+    small = routed_session()
+    problem = small.forecast(NO_CHECKPOINTING)
+    assert problem.peak_bytes is None
+    assert problem.problem.startswith("out of memory")
+    profile = small.profile(request_of(small))
+    assert profile is not None
+    assert len(profile.most_kept.left_alone) == len(profile.kinds)
+    assert whole.most_kept.left_alone == profile.layers
+    for found, expected in zip(profile.kinds, whole.kinds, strict=True):
+        assert found.alone_bytes == expected.alone_bytes > found.plain_bytes
+        assert found.plain_bytes == expected.plain_bytes
 
 
 MODULE = """

@@ -1,0 +1,140 @@
+"""What a search leaves behind: its result, the policy module, `result.json`, and what to say.
+
+Made from what the study holds; nothing is measured.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from pathlib import Path
+
+from sac_search import records, units
+from sac_search._version import __version__
+from sac_search.errors import UsageError
+from sac_search.export import render_module, write_whole
+from sac_search.records import Evidence
+from sac_search.report import rows
+from sac_search.study.baselines import BASELINE_NAMES, FULL
+from sac_search.study.candidate import Candidate
+from sac_search.study.finish import Winner, known_candidates, stored_winner
+from sac_search.study.result import SearchResult, find_candidate, floor_of, to_document
+from sac_search.study.store import StudyStore, open_study
+
+POLICY_FILE = "policy.py"
+RESULT_FILE = "result.json"
+
+
+def make_result(
+    store: StudyStore, winner: Winner, reason: str, interrupted: bool, notes: tuple[str, ...]
+) -> SearchResult:
+    """Returns the result of a study, from what it holds."""
+    candidates = sorted(known_candidates(store), key=_reading_order)
+    return SearchResult(
+        study_name=store.name,
+        folder=store.folder,
+        budget_bytes=store.budget_bytes,
+        environment=store.environment,
+        candidates=tuple(candidates),
+        best=winner.best,
+        verification=winner.verification,
+        layer_count=len(store.layers),
+        floor_bytes=floor_of(find_candidate(candidates, FULL), store.layers),
+        stop_reason=reason,
+        evidence=store.evidence,
+        bound_overhead_seconds=store.bound_overhead_seconds,
+        rejected=winner.rejected,
+        notes=notes,
+        interrupted=interrupted,
+    )
+
+
+def _reading_order(candidate: Candidate) -> int:
+    known = candidate.name in BASELINE_NAMES
+    return BASELINE_NAMES.index(candidate.name) if known else len(BASELINE_NAMES)
+
+
+def load_result(folder: Path) -> SearchResult:
+    """Returns the result of a study on disk, without measuring anything.
+
+    Raises:
+        StudyNotFound, StudyFileError: there is no such study, or it cannot be read.
+    """
+    store = open_study(folder)
+    return make_result(store, stored_winner(store), "read from the study", False, ())
+
+
+def render_policy(result: SearchResult, module_name: str = "policy") -> str:
+    """Returns the text of the exported module.
+
+    Raises:
+        UsageError: the study has no verified policy yet.
+    """
+    if result.best is None or result.best.measurement is None:
+        raise UsageError(
+            f"study {result.study_name!r} has no verified policy yet; run its search to the end"
+        )
+    figures = {
+        "step_seconds": result.best.step_seconds,
+        "peak_bytes": result.best.measurement.peak_bytes,
+        "overhead": result.overhead_of(result.best),
+    }
+    meta = {
+        "sac_search_version": __version__,
+        "study_name": result.study_name,
+        "evidence": str(result.evidence),
+        "budget_bytes": result.budget_bytes,
+        "figures": figures,
+        "verification": records.to_builtins(result.verification),
+        "environment": records.to_builtins(result.environment),
+        "written": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+    environment = [f"  {label}: {value}" for label, value in result.environment.labelled()]
+    headline = [
+        f"Activation-checkpointing policy, found by sac-search {__version__}.",
+        "",
+        *rows.headline(result),
+        "",
+        (
+            "Measured in this environment:"
+            if result.evidence is Evidence.MEASURED
+            else "Forecast, never run, for:"
+        ),
+        *environment,
+    ]
+    return render_module(result.best.policy, meta=meta, headline=headline, module_name=module_name)
+
+
+def no_fit_message(result: SearchResult) -> str:
+    """Returns why nothing fits: the smallest peak, the floor, and the phase that holds the peak."""
+    budget = units.format_gib(result.budget_bytes)
+    measured = [c for c in result.candidates if c.measurement is not None]
+    if not measured:
+        return (
+            f"no policy fits {budget}: every policy that was tried ran out of memory. "
+            "Use a smaller batch, or a device with more memory"
+        )
+    smallest = min(measured, key=lambda c: c.measurement.peak_bytes if c.measurement else 0)
+    assert smallest.measurement is not None
+    if smallest.fits(result.budget_bytes):
+        return f"policies fit {budget}, but none passed verification: {'; '.join(result.rejected)}"
+    lines = [
+        f"no policy fits {budget}.",
+        f"The smallest peak is {units.format_gib(smallest.measurement.peak_bytes)}, by "
+        f"{smallest.name} ({smallest.policy.describe()}); its peak is in the phase: "
+        f"{smallest.measurement.peak_phase}.",
+    ]
+    if result.floor_bytes is not None:
+        lines.append(
+            f"No checkpointing policy can go under {units.format_gib(result.floor_bytes)}: "
+            "parameters, gradients, optimizer state and its temporaries, and the loss."
+        )
+    lines.append("Use a larger budget, a smaller batch, or an optimizer with less state.")
+    return "\n".join(lines)
+
+
+def write_files(result: SearchResult, folder: Path) -> None:
+    """Writes `result.json` and, with a winner, `policy.py`."""
+    write_whole(folder / RESULT_FILE, json.dumps(to_document(result), indent=1) + "\n")
+    if result.best is not None:
+        write_whole(folder / POLICY_FILE, render_policy(result))

@@ -1,0 +1,131 @@
+"""Proposes policies that could be the fastest, given everything that was measured so far.
+
+Costs are drawn from what is believed of them, and the planner solves for the drawn costs (Thompson
+sampling over an exact solver): a policy is proposed as often as it is likely to be the best.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Sequence
+
+import numpy as np
+
+from sac_search.cost_model import CostModel, Observation, PeakModel, PeakObservation
+from sac_search.planner import solve, solve_greedily
+from sac_search.planning import DryRun, PlannedPolicy, PolicyPlanner
+from sac_search.profile import Profile
+from sac_search.space import Assignment, SearchSpace
+from sac_search.study.candidate import Candidate
+from sac_search.study.neighbours import all_neighbours
+
+# Draws until a policy is met that was not measured; each is drawn from further afield.
+_MOST_DRAWS = 10
+_SPREAD_PER_DRAW = 0.35
+# Dry runs for one draw; what they teach is kept for the next.
+_DRY_RUNS = 3
+# Sums of bytes are lumpy: a plan for a little less may be another one, and as good.
+_SMALLEST_DRAWN_BUDGET = 0.97
+# Neighbours of the best to dry-run, the most promising first.
+_MOST_NEIGHBOURS = 12
+
+
+class Advisor:
+    """What is believed of one workload's costs, and the planner that solves for them."""
+
+    def __init__(
+        self,
+        *,
+        space: SearchSpace,
+        profile: Profile,
+        dry_run: DryRun,
+        budget_bytes: int,
+        greedy: bool = False,
+    ) -> None:
+        self._space = space
+        self._profile = profile
+        self._budget_bytes = budget_bytes
+        solver = solve_greedily if greedy else solve
+        self._planner = PolicyPlanner(profile, space, dry_run, solver=solver)
+        self.learn([])
+
+    def learn(self, candidates: Iterable[Candidate]) -> None:
+        """Makes `candidates` all that is known."""
+        steps, peaks = [], []
+        for candidate in candidates:
+            measurement = candidate.measurement
+            choices = self._space.choices_of(candidate.policy)
+            if measurement is None or candidate.step_seconds is None or choices is None:
+                continue
+            observation = Observation(
+                choices=choices,
+                through_policy=any(tier.through_policy for tier in candidate.policy.tiers),
+                seconds=candidate.step_seconds,
+                noise_fraction=measurement.step_noise_fraction,
+            )
+            steps.append(observation)
+            forecast_bytes = candidate.outcome.forecast_peak_bytes
+            if forecast_bytes is not None:
+                peak = PeakObservation(
+                    forecast_bytes=forecast_bytes, measured_bytes=measurement.peak_bytes
+                )
+                peaks.append(peak)
+        self._costs = CostModel(self._profile, steps)
+        self._peaks = PeakModel(peaks)
+
+    def plan(self, budget_fraction: float = 1.0) -> PlannedPolicy | None:
+        """Returns the fastest policy by the most likely costs, for a part of the budget."""
+        limit = round(budget_fraction * self._peaks.highest_forecast(self._budget_bytes))
+        return self._planner.plan(limit, self._costs.prices())
+
+    def propose(
+        self,
+        known: Container[str],
+        generator: np.random.Generator,
+        best: Sequence[Assignment] = (),
+    ) -> Assignment | None:
+        """Returns a policy that could be the fastest and whose key is not in `known`.
+
+        First by the most likely costs, then by draws; when all of them lead to known ones, what is
+        most promising next to `best`. None when nothing there fits, either.
+        """
+        for number in range(_MOST_DRAWS):
+            prices = self._costs.prices()
+            limit = self._peaks.highest_forecast(self._budget_bytes)
+            if number > 0:
+                spread = 1 + _SPREAD_PER_DRAW * (number - 1)
+                prices = self._costs.draw(generator, spread)
+                limit = self._peaks.highest_forecast(self._budget_bytes, generator, spread)
+                limit = round(limit * generator.uniform(_SMALLEST_DRAWN_BUDGET, 1.0))
+            planned = self._planner.plan(limit, prices, dry_runs=_DRY_RUNS)
+            if planned is not None and planned.policy.key not in known:
+                return self._space.assignment_of(planned.choices)
+        return self._near(best, known)
+
+    def _near(self, best: Sequence[Assignment], known: Container[str]) -> Assignment | None:
+        """Returns the most promising unknown neighbour of `best` whose dry run fits."""
+        planner, prices = self._planner, self._costs.prices()
+        limit = self._peaks.highest_forecast(self._budget_bytes)
+        found: dict[str, tuple[float, Assignment]] = {}
+        for start in best:
+            before = self._space.choices_for(start)
+            peak_bytes = planner.peak_bytes(before)
+            if peak_bytes is None:
+                continue
+            # Where the peak is at the start of backward it grows with all that is kept.
+            most_kept = planner.kept_bytes(before) + max(0, limit - peak_bytes)
+            for assignment in all_neighbours(self._space, start):
+                choices = self._space.choices_for(assignment)
+                key = self._space.policy_of(choices).key
+                if choices and key not in known and planner.kept_bytes(choices) <= most_kept:
+                    found.setdefault(key, (planner.overhead_of(choices, prices), assignment))
+        promising = sorted(found.values(), key=lambda pair: pair[0])[:_MOST_NEIGHBOURS]
+        for _, assignment in promising:
+            peak_bytes = planner.peak_bytes(self._space.choices_for(assignment))
+            if peak_bytes is not None and peak_bytes <= limit:
+                return assignment
+        return None
+
+    def bound_seconds(self) -> float | None:
+        """Returns overhead seconds that no policy of this form can go under, by likely costs."""
+        limit = self._peaks.highest_forecast(self._budget_bytes)
+        return self._planner.bound(limit, self._costs.prices())
