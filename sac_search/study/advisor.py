@@ -6,6 +6,7 @@ sampling over an exact solver): a policy is proposed as often as it is likely to
 
 from __future__ import annotations
 
+import time
 from collections.abc import Container, Iterable, Sequence
 
 import numpy as np
@@ -21,6 +22,8 @@ from sac_search.study.neighbours import all_neighbours
 # Draws until a policy is met that was not measured; each is drawn from further afield.
 _MOST_DRAWS = 10
 _SPREAD_PER_DRAW = 0.35
+# No further draw begins after this: a trial costs about as much.
+_MOST_SECONDS = 20.0
 # Dry runs for one draw; what they teach is kept for the next.
 _DRY_RUNS = 3
 # Sums of bytes are lumpy: a plan for a little less may be another one, and as good.
@@ -88,7 +91,10 @@ class Advisor:
         First by the most likely costs, then by draws; when all of them lead to known ones, what is
         most promising next to `best`. None when nothing there fits, either.
         """
+        deadline = time.monotonic() + _MOST_SECONDS
         for number in range(_MOST_DRAWS):
+            if number > 1 and time.monotonic() > deadline:
+                break
             prices = self._costs.prices()
             limit = self._peaks.highest_forecast(self._budget_bytes)
             if number > 0:

@@ -83,6 +83,7 @@ class Search:
     _asked: dict[str, Assignment] = field(default_factory=dict)
     _advisor: Advisor | None = None
     _cannot_plan: bool = False
+    _has_news: bool = False
     _listed: dict[str, Assignment] = field(default_factory=dict)
     _repeats: int = 0
     _ruled_out: int = 0
@@ -216,6 +217,8 @@ class Search:
         return self.measurer.forecast(policy).phase_peak_bytes or None
 
     def _write_bound(self) -> None:
+        if not self._has_news:
+            return
         advisor = self._ready_advisor()
         bound_seconds = None if advisor is None else advisor.bound_seconds()
         self.store.write("bound_overhead_seconds", bound_seconds)
@@ -286,8 +289,10 @@ class Search:
         study = self.store.study
         with storage_errors_named(self.store.path), warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            name = self.settings.sampler
             study.sampler = make_sampler(
-                self.settings.sampler,
+                # Without forecasts there is nothing to plan with.
+                SamplerName.GP if name.plans and self._cannot_plan else name,
                 self.settings.seed,
                 len(study.get_trials(deepcopy=False)),
                 decisions=self.space.decisions,
@@ -375,6 +380,7 @@ class Search:
             is_baseline=is_baseline,
         )
         self._known[policy.key] = candidate
+        self._has_news = True
         self.on_candidate(candidate, len(self.trial_candidates()))
 
     # --- stopping ---------------------------------------------------------------------------------

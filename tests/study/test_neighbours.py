@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 
-from scripted import BLOCK_OPS, make_layers
+from scripted import BLOCK_OPS, SITE_OPS, make_layers
 
-from sac_search.space import Assignment, LayerChoiceMode, build_space
-from sac_search.study.neighbours import neighbour
+from sac_search.space import Assignment, Granularity, LayerChoiceMode, build_space
+from sac_search.study.neighbours import all_neighbours, neighbour
 
 SPACE = build_space(make_layers(4), tiers=2)
 START: Assignment = {d.name: 0 for d in SPACE.decisions} | {"layers.Block": 3}
@@ -68,3 +68,17 @@ def test_nothing_is_left_where_all_is_known() -> None:
     start = next(iter(space.assignments()))
     assert neighbour(space, [start], known, random.Random(0)) is None  # noqa: S311
     assert neighbour(space, [], set(), random.Random(0)) is None  # noqa: S311
+
+
+def test_all_neighbours_differ_in_one_decision() -> None:
+    space = build_space(make_layers(3, SITE_OPS), granularity=Granularity.SITE, tiers=2)
+    start = {decision.name: 0 for decision in space.decisions} | {"layers.Block": 1}
+    found = list(all_neighbours(space, start))
+    for assignment in found:
+        changed = [name for name in start if assignment[name] != start[name]]
+        assert len(changed) == 1
+        assert all(0 <= assignment[d.name] <= d.highest for d in space.decisions)
+    counts = sorted(a["layers.Block"] for a in found if a["layers.Block"] != 1)
+    assert counts == [0, 2, 3]
+    saves = sum(d.highest == 1 for d in space.decisions)
+    assert len(found) == saves + len(counts) + 2  # the second tier's count may be 1 or 2

@@ -159,6 +159,35 @@ def test_an_interrupted_search_measures_the_plans_that_are_left() -> None:
     assert len(plan_names(search)) > 1
 
 
+def test_a_search_ends_when_nothing_that_could_be_faster_is_left() -> None:
+    measurer = site_measurer(layers=make_layers(2, SITE_OPS))
+    store = memory_store(measurer, 80 * MIB)
+    search = site_search(measurer, 80 * MIB, store=store, trials=200)
+
+    reason = search.run()
+
+    assert reason == "nothing that could be faster is left to measure"
+    best = rank(store.candidates(), 80 * MIB)[0]
+    optimum = fastest(search.space, measurer, 80 * MIB)
+    assert measurer.step_seconds(best.policy) <= optimum * 1.0001
+    measured = measurer.measured.total()
+    assert site_search(measurer, 80 * MIB, store=store, trials=200).run() == reason
+    assert measurer.measured.total() == measured
+
+
+def test_without_forecasts_another_sampler_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[SamplerName] = []
+
+    def make(name: SamplerName, *arguments: object, **keywords: object) -> object:
+        names.append(name)
+        return optuna.samplers.RandomSampler(seed=0)
+
+    monkeypatch.setattr(search_module, "make_sampler", make)
+    site_search(site_measurer(forecast_factor=None), BUDGET_BYTES, trials=2).run()
+
+    assert names[-1] is SamplerName.GP
+
+
 def test_one_tier_is_enough_where_one_is_asked_for() -> None:
     search = site_search(site_measurer(), BUDGET_BYTES, trials=8, tiers=1)
 
