@@ -214,11 +214,13 @@ def _against_bound(result: SearchResult) -> str:
     bound_seconds, best = result.lower_bound_seconds, result.best
     if bound_seconds is None or best is None or best.step_seconds is None:
         return ""
-    distance = max(0.0, best.step_seconds / bound_seconds - 1)
+    distance = best.step_seconds / bound_seconds - 1
+    where = f"Within {100 * distance:.1f}% of the planner's bound"
+    if distance <= 0:
+        where = f"At the planner's bound ({-100 * distance:.1f}% under it, which is noise)"
     source = "measured steps" if result.evidence is Evidence.MEASURED else "rates"
     return (
-        f"Within {100 * distance:.1f}% of the planner's bound, "
-        f"{units.format_seconds(bound_seconds)}: no policy that saves whole op sites in these "
+        f"{where}, {units.format_seconds(bound_seconds)}: no policy that saves whole op sites in these "
         f"layers can be faster, if ops cost what the {source} say and their costs add up."
     )
 

@@ -22,7 +22,7 @@ from scripted import (
 from sac_search import units
 from sac_search.failures import make_failure
 from sac_search.policy import Policy
-from sac_search.records import FailureKind
+from sac_search.records import Evidence, FailureKind
 from sac_search.report import rows
 from sac_search.study.baselines import FULL, NONE
 from sac_search.study.candidate import Candidate
@@ -103,6 +103,32 @@ def test_a_winner_is_held_against_full_and_no_checkpointing() -> None:
         "Against no checkpointing: step time +10.0%, peak -37.5%.",
         "Loss and every gradient are bitwise those of no checkpointing.",
     ]
+
+
+@pytest.mark.parametrize(
+    ("overhead_seconds", "expected"),
+    [
+        (0.01, "Within 4.8% of the planner's bound, 210.0 ms: no policy"),
+        (0.03, "At the planner's bound (4.3% under it, which is noise), 230.0 ms: no policy"),
+    ],
+)
+def test_a_winner_is_held_against_the_bound(overhead_seconds: float, expected: str) -> None:
+    result = make_result(best=TRIAL, bound_overhead_seconds=overhead_seconds)
+    (line,) = (line for line in rows.headline(result) if "bound" in line)
+    assert line.startswith(expected)
+    assert "if ops cost what the measured steps say" in line
+    forecast = make_result(
+        best=TRIAL, bound_overhead_seconds=overhead_seconds, evidence=Evidence.FORECAST
+    )
+    assert any("if ops cost what the rates say" in line for line in rows.headline(forecast))
+
+
+def test_a_forecast_says_that_it_is_one() -> None:
+    result = make_result(best=TRIAL, evidence=Evidence.FORECAST, verification=None)
+    assert any(line.startswith("This is a forecast: no step") for line in rows.headline(result))
+    closing = rows.closing_lines(result)
+    assert closing[0] == "Forecast 3 policies for paper."
+    assert closing[-1].startswith("To measure: the same command on that device")
 
 
 def test_a_winner_is_not_held_against_itself_or_against_what_failed() -> None:
