@@ -125,6 +125,22 @@ class PolicyPlanner:
             )
         return self._best(budget_bytes, prices)
 
+    def layer_subset(self, budget_bytes: int) -> Choices | None:
+        """Returns the fewest layers, earliest first, that have to be checkpointed under the budget.
+
+        All of them is recomputed. What people do by hand, and at times the best there is.
+        """
+        names = self._profile.layers
+        fewest, most = 0, len(names)
+        while fewest <= most:
+            count = (fewest + most) // 2
+            peak_bytes = self.peak_bytes(dict.fromkeys(names[:count], frozenset()))
+            if peak_bytes is not None and peak_bytes <= budget_bytes:
+                most = count - 1
+            else:
+                fewest = count + 1
+        return dict.fromkeys(names[:fewest], frozenset()) if fewest <= len(names) else None
+
     def overhead_of(self, choices: Choices, prices: Prices) -> float:
         """Returns the step time that `choices` add, in seconds."""
         return overhead_of(self._profile, choices, prices)

@@ -220,8 +220,8 @@ def _against_bound(result: SearchResult) -> str:
         where = f"At the planner's bound ({-100 * distance:.1f}% under it, which is noise)"
     source = "measured steps" if result.evidence is Evidence.MEASURED else "rates"
     return (
-        f"{where}, {units.format_seconds(bound_seconds)}: no policy that saves whole op sites in these "
-        f"layers can be faster, if ops cost what the {source} say and their costs add up."
+        f"{where}, {units.format_seconds(bound_seconds)}: no policy that saves whole op sites in "
+        f"these layers can be faster, if ops cost what the {source} say and their costs add up."
     )
 
 

@@ -15,7 +15,7 @@ from sac_search.cost_model import CostModel, Observation, PeakModel, PeakObserva
 from sac_search.planner import solve, solve_greedily
 from sac_search.planning import DryRun, PlannedPolicy, PolicyPlanner
 from sac_search.profile import Profile
-from sac_search.space import Assignment, SearchSpace
+from sac_search.space import Assignment, Choices, SearchSpace
 from sac_search.study.candidate import Candidate
 from sac_search.study.neighbours import all_neighbours
 
@@ -79,6 +79,10 @@ class Advisor:
         """Returns the fastest policy by the most likely costs, for a part of the budget."""
         limit = round(budget_fraction * self._peaks.highest_forecast(self._budget_bytes))
         return self._planner.plan(limit, self._costs.prices())
+
+    def layer_subset(self) -> Choices | None:
+        """Returns the fewest layers of plain checkpointing that keep the budget by dry run."""
+        return self._planner.layer_subset(self._peaks.highest_forecast(self._budget_bytes))
 
     def propose(
         self,

@@ -17,7 +17,7 @@ from sac_search.forecaster import ProfileRequest
 from sac_search.planning import PhasePeaks
 from sac_search.policy import Policy
 from sac_search.records import FailureKind, Outcome
-from sac_search.space import Assignment, SearchSpace
+from sac_search.space import Assignment, Choices, SearchSpace
 from sac_search.study.advisor import Advisor
 from sac_search.study.baselines import FULL, NONE, RECOMPUTE_ALL, Baseline, baselines
 from sac_search.study.candidate import Candidate, drift_free_seconds, rank
@@ -133,10 +133,18 @@ class Search:
                 continue
             if planned.peak_bytes > self._highest_forecast() or not planned.choices:
                 continue
-            assignment = self.space.assignment_of(planned.choices)
-            if assignment is not None:
-                self._measure_enqueued(assignment, {"plan": f"plan at {fraction:.0%}"})
+            self._measure_plan(f"plan at {fraction:.0%}", planned.choices)
+        # Without a policy function there is less that prices may be wrong about.
+        advisor = self._ready_advisor()
+        subset = advisor.layer_subset() if advisor is not None else None
+        if subset and not self._is_out_of_time():
+            self._measure_plan("layer subset", subset)
         self.store.write("has_plans", True)
+
+    def _measure_plan(self, name: str, choices: Choices) -> None:
+        assignment = self.space.assignment_of(choices)
+        if assignment is not None and self.space.policy_of(choices).key not in self._known:
+            self._measure_enqueued(assignment, {"plan": name})
 
     def run(self) -> str:
         """Measures plans and the baselines that are left, and searches. Returns why it stopped."""

@@ -84,6 +84,20 @@ def test_plans_are_measured_before_the_ladder() -> None:
         assert trial.user_attrs["policy"]["layers"] or trial.user_attrs.get("baseline") == NONE
 
 
+def test_the_best_layer_subset_is_measured_whatever_the_prices_say() -> None:
+    measurer = site_measurer()
+    search = site_search(measurer, BUDGET_BYTES, trials=0)
+
+    search.run()
+
+    names = [layer.name for layer in measurer.layers]
+    subsets = [search.space.policy_of(dict.fromkeys(names[:n], frozenset())) for n in range(7)]
+    fewest = next(p for p in subsets if measurer.peak_bytes(p) <= BUDGET_BYTES)
+    (subset,) = (c for c in search.store.candidates() if c.name == "layer subset")
+    assert subset.policy.key == fewest.key
+    assert subset in search.trial_candidates()
+
+
 def test_the_first_plan_is_the_optimum_where_costs_are_known() -> None:
     measurer = site_measurer()
     search = site_search(measurer, BUDGET_BYTES, trials=0)
