@@ -217,7 +217,7 @@ def _against_bound(result: SearchResult) -> str:
     distance = best.step_seconds / bound_seconds - 1
     where = f"Within {100 * distance:.1f}% of the planner's bound"
     if distance <= 0:
-        where = f"At the planner's bound ({-100 * distance:.1f}% under it: costs are known no better)"
+        where = f"At the planner's bound ({-100 * distance:.1f}% under it: costs are rough)"
     source = "measured steps" if result.evidence is Evidence.MEASURED else "rates"
     return (
         f"{where}, {units.format_seconds(bound_seconds)}: no policy that saves whole op sites in "

@@ -109,7 +109,7 @@ def test_a_winner_is_held_against_full_and_no_checkpointing() -> None:
     ("overhead_seconds", "expected"),
     [
         (0.01, "Within 4.8% of the planner's bound, 210.0 ms: no policy"),
-        (0.03, "At the planner's bound (4.3% under it: costs are known no better), 230.0 ms: no policy"),
+        (0.03, "At the planner's bound (4.3% under it: costs are rough), 230.0 ms: no policy"),
     ],
 )
 def test_a_winner_is_held_against_the_bound(overhead_seconds: float, expected: str) -> None:
