@@ -83,7 +83,7 @@ CPU_GPT = GPTConfig(
     layers=6, hidden=192, heads=3, vocabulary=512, sequence_length=128, batch_size=8
 )
 WIDE_GPT = GPTConfig(
-    layers=8, hidden=512, heads=8, vocabulary=512, sequence_length=128, batch_size=4
+    layers=8, hidden=512, heads=8, vocabulary=512, sequence_length=128, batch_size=8
 )
 CPU_LLAMA = LlamaConfig(
     layers=6,
