@@ -192,10 +192,7 @@ def search(
 
 def search_spec(spec: str, options: SearchOptions, listener: Listener) -> SearchResult:
     """Searches the workload that `spec` names, in a worker process."""
-    name = _study_name(options, default_study_name(spec, options.budget_gb))
-    require_file(spec)
-    folder = _study_folder(name, options)
-    make_folder(folder)
+    name, folder = _name_and_folder(spec, options)
     with WorkerClient(
         session_settings(spec, options),
         folder / LOG_FILE,
@@ -239,16 +236,10 @@ def forecast_spec(
 ) -> SearchResult:
     """Forecasts the workload that `spec` names, in a worker process."""
     rates = default_rates(options.budget_bytes) if device is None else find_rates(device)
-    name = _study_name(options, default_study_name(spec, options.budget_gb))
-    require_file(spec)
-    folder = _study_folder(name, options)
-    make_folder(folder)
+    name, folder = _name_and_folder(spec, options)
     settings = session_settings(spec, options, forecast_device=rates.name)
     with WorkerClient(settings, folder / LOG_FILE) as client, held(folder):
-        listener.on_phase("load")
-        description = client.describe()
-        for note in description.notes:
-            listener.on_note(note)
+        description = _described(client, listener)
         store = _open_or_create(folder, name, options, description, listener)
         result = _forecast_study(store, client, description, options, listener)
     if result.best is None:
@@ -314,10 +305,7 @@ def run_search(
     Raises:
         NoPolicyFits, WorkloadError, UsageError: as `search` does.
     """
-    listener.on_phase("load")
-    description = measurer.describe()
-    for note in description.notes:
-        listener.on_note(note)
+    description = _described(measurer, listener)
     folder = _study_folder(name, options)
     with held(folder):
         store = _open_or_create(folder, name, options, description, listener)
@@ -325,6 +313,14 @@ def run_search(
     if result.best is None and not result.interrupted:
         raise NoPolicyFits(no_fit_message(result))
     return result
+
+
+def _described(measurer: Measurer, listener: Listener) -> Description:
+    listener.on_phase("load")
+    description = measurer.describe()
+    for note in description.notes:
+        listener.on_note(note)
+    return description
 
 
 def _search_study(
@@ -426,8 +422,8 @@ def _open_or_create(
     description: Description,
     listener: Listener,
 ) -> StudyStore:
-    is_priced = description.priced_step_seconds is not None
-    evidence = Evidence.FORECAST if is_priced else Evidence.MEASURED
+    is_forecast = description.priced_step_seconds is not None
+    evidence = Evidence.FORECAST if is_forecast else Evidence.MEASURED
     try:
         store = open_study(folder)
     except StudyNotFound:
@@ -439,7 +435,6 @@ def _open_or_create(
             series=name,
             evidence=evidence,
         )
-    is_forecast = evidence is Evidence.FORECAST
     if is_forecast and store.candidates():
         raise StudyError(
             f"study {store.name!r} holds measured trials, to which a forecast has nothing to add; "
@@ -452,6 +447,15 @@ def _open_or_create(
         store.begin_anew(description.environment, description.layers, evidence)
     check_same(store, description.environment, options.budget_bytes, description.layers)
     return store
+
+
+def _name_and_folder(spec: str, options: SearchOptions) -> tuple[str, Path]:
+    """Returns the name of a workload's study and its folder, which is made."""
+    name = _study_name(options, default_study_name(spec, options.budget_gb))
+    require_file(spec)
+    folder = _study_folder(name, options)
+    make_folder(folder)
+    return name, folder
 
 
 def _study_folder(name: str, options: SearchOptions) -> Path:

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 
 from sac_search.cost_model import CostModel, Observation
 from sac_search.errors import WorkloadError
-from sac_search.forecaster import ProfileRequest
-from sac_search.planning import PhasePeaks, PolicyPlanner
+from sac_search.planning import PolicyPlanner
 from sac_search.policy import NO_CHECKPOINTING, Policy, Tier, checkpoint_layers
 from sac_search.records import Environment, Evidence, Measurement, Outcome
 from sac_search.space import Granularity, SearchSpace, build_space
-from sac_search.study.measurer import Measurer
+from sac_search.study.measurer import Measurer, dry_runs, profile_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +116,7 @@ def _observation(
     assert choices is not None
     return Observation(
         choices=choices,
-        through_policy=any(tier.through_policy for tier in policy.tiers),
+        through_policy=policy.through_policy,
         seconds=full.reference_seconds * measurement.relative_seconds,
         noise_fraction=measurement.step_noise_fraction,
     )
@@ -126,15 +125,10 @@ def _observation(
 def _plans(
     measurer: Measurer, space: SearchSpace, observations: list[Observation], points: int
 ) -> list[Planned]:
-    request = ProfileRequest(layers=space.layers, granularity=space.granularity)
-    profile = measurer.profile(request)
+    profile = profile_of(measurer, space)
     if profile is None:
         return []
-
-    def dry_run(policy: Policy) -> PhasePeaks | None:
-        return measurer.forecast(policy).phase_peak_bytes or None
-
-    planner = PolicyPlanner(profile, space, dry_run)
+    planner = PolicyPlanner(profile, space, dry_runs(measurer))
     prices = CostModel(profile, observations).prices()
     lowest = max(profile.least_kept.phase_peak_bytes.values())
     highest = max(profile.most_kept.phase_peak_bytes.values())

@@ -96,6 +96,11 @@ class Policy:
         return not any(self.tiers[choice.tier].every_second_matmul for choice in self.layers)
 
     @property
+    def through_policy(self) -> bool:
+        """Whether a policy function is asked even though nothing is saved, as a reference."""
+        return any(tier.through_policy for tier in self.tiers)
+
+    @property
     def complexity(self) -> int:
         """How much there is to read: of two policies equally good, the simpler one wins."""
         used = {choice.tier for choice in self.layers}

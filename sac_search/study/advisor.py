@@ -61,7 +61,7 @@ class Advisor:
                 continue
             observation = Observation(
                 choices=choices,
-                through_policy=any(tier.through_policy for tier in candidate.policy.tiers),
+                through_policy=candidate.policy.through_policy,
                 seconds=candidate.step_seconds,
                 noise_fraction=measurement.step_noise_fraction,
             )

@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 from sac_search.cost_model import CostModel, Observation
 from sac_search.errors import WorkloadError
-from sac_search.forecaster import ProfileRequest
 from sac_search.planning import PhasePeaks, PolicyPlanner, Prices, overhead_of
 from sac_search.policy import Policy
 from sac_search.profile import Profile
@@ -19,7 +18,7 @@ from sac_search.space import Choices, SearchSpace
 from sac_search.study.baselines import FULL, NONE, baselines
 from sac_search.study.candidate import Candidate, rank
 from sac_search.study.finish import Winner
-from sac_search.study.measurer import Measurer
+from sac_search.study.measurer import Measurer, dry_runs, profile_of
 from sac_search.study.store import StudyStore
 
 # The forecast is of allocated bytes. What a caching allocator reserves beyond that is not known
@@ -39,9 +38,7 @@ class ForecastStudy:
         none_seconds: float,
         on_candidate: Callable[[Candidate], None],
     ) -> None:
-        profile = measurer.profile(
-            ProfileRequest(layers=space.layers, granularity=space.granularity)
-        )
+        profile = profile_of(measurer, space)
         if profile is None:
             raise WorkloadError(
                 "this workload cannot be forecast: its step reads values that it does not have "
@@ -49,7 +46,7 @@ class ForecastStudy:
             )
         self._store = store
         self._space = space
-        self._measurer = measurer
+        self._dry_run = dry_runs(measurer)
         self._none_seconds = none_seconds
         self._on_candidate = on_candidate
         self._profile: Profile = profile
@@ -96,7 +93,7 @@ class ForecastStudy:
         if peaks is None:
             return
         seconds = self._none_seconds + overhead_of(self._profile, choices, self._prices)
-        if any(tier.through_policy for tier in policy.tiers):
+        if policy.through_policy:
             kinds = zip(self._profile.layers, self._profile.order, strict=True)
             seconds += sum(self._prices[k].policy_seconds for name, k in kinds if name in choices)
         full = next((c for c in self._found.values() if c.name == FULL), None)
@@ -112,9 +109,6 @@ class ForecastStudy:
         self._found[policy.key] = candidate
         self._store.write_forecast(candidate)
         self._on_candidate(candidate)
-
-    def _dry_run(self, policy: Policy) -> PhasePeaks | None:
-        return self._measurer.forecast(policy).phase_peak_bytes or None
 
 
 def _outcome(peaks: PhasePeaks, seconds: float, reference_seconds: float) -> Outcome:

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from sac_search.forecaster import ProfileRequest
+from sac_search.planning import DryRun
 from sac_search.policy import Policy
 from sac_search.profile import Profile
 from sac_search.records import Outcome
+from sac_search.space import SearchSpace
 from sac_search.worker.session import Description, ForecastPeak, Verdict
 
 
@@ -32,3 +34,13 @@ class Measurer(Protocol):
 
     def verify(self, policy: Policy) -> Verdict:
         """Returns how far the policy's gradients are from those without checkpointing."""
+
+
+def profile_of(measurer: Measurer, space: SearchSpace) -> Profile | None:
+    """Returns sizes and prices of the layers of `space`; None where there are no forecasts."""
+    return measurer.profile(ProfileRequest(layers=space.layers, granularity=space.granularity))
+
+
+def dry_runs(measurer: Measurer) -> DryRun:
+    """Returns what tells a planner the peaks of a policy's step, by forecast."""
+    return lambda policy: measurer.forecast(policy).phase_peak_bytes or None

@@ -13,15 +13,13 @@ import optuna
 
 from sac_search import records, units
 from sac_search.failures import make_failure
-from sac_search.forecaster import ProfileRequest
-from sac_search.planning import PhasePeaks
 from sac_search.policy import Policy
 from sac_search.records import FailureKind, Outcome
 from sac_search.space import Assignment, Choices, SearchSpace
 from sac_search.study.advisor import Advisor
 from sac_search.study.baselines import FULL, NONE, RECOMPUTE_ALL, Baseline, baselines
 from sac_search.study.candidate import Candidate, drift_free_seconds, rank
-from sac_search.study.measurer import Measurer
+from sac_search.study.measurer import Measurer, dry_runs, profile_of
 from sac_search.study.neighbours import neighbour
 from sac_search.study.sampler import SamplerName, make_sampler, parameters_of, suggest
 from sac_search.study.stopping import WINDOW, has_converged
@@ -194,15 +192,13 @@ class Search:
     def _ready_advisor(self) -> Advisor | None:
         """Returns the advisor, who knows all that was measured; None without forecasts."""
         if self._advisor is None and not self._cannot_plan:
-            profile = self.measurer.profile(
-                ProfileRequest(layers=self.space.layers, granularity=self.space.granularity)
-            )
+            profile = profile_of(self.measurer, self.space)
             self._cannot_plan = profile is None
             if profile is not None:
                 self._advisor = Advisor(
                     space=self.space,
                     profile=profile,
-                    dry_run=self._dry_run,
+                    dry_run=dry_runs(self.measurer),
                     budget_bytes=self.store.budget_bytes,
                     greedy=self.settings.sampler is SamplerName.GREEDY,
                 )
@@ -220,9 +216,6 @@ class Search:
         if found is None:
             self.store.write("is_exhausted", True)
         return found
-
-    def _dry_run(self, policy: Policy) -> PhasePeaks | None:
-        return self.measurer.forecast(policy).phase_peak_bytes or None
 
     def _write_bound(self) -> None:
         if not self._has_news:
