@@ -7,6 +7,7 @@ import dataclasses
 import inspect
 import os
 import re
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from sac_search import units
+from sac_search import interrupts, units
 from sac_search.artifacts import make_result, no_fit_message, write_files
 from sac_search.device import Clock, find_device
 from sac_search.errors import NoPolicyFits, StudyError, StudyNotFound, UsageError, WorkloadError
@@ -305,11 +306,12 @@ def run_search(
     Raises:
         NoPolicyFits, WorkloadError, UsageError: as `search` does.
     """
-    description = _described(measurer, listener)
-    folder = _study_folder(name, options)
-    with held(folder):
-        store = _open_or_create(folder, name, options, description, listener)
-        result = _search_study(store, measurer, options, listener, description.notes)
+    with interrupts.listening(signal.SIGINT):
+        description = _described(measurer, listener)
+        folder = _study_folder(name, options)
+        with held(folder):
+            store = _open_or_create(folder, name, options, description, listener)
+            result = _search_study(store, measurer, options, listener, description.notes)
     if result.best is None and not result.interrupted:
         raise NoPolicyFits(no_fit_message(result))
     return result
@@ -355,6 +357,7 @@ def _search_study(
         reason = _search_until_done(run, listener, options)
         winner = _finish(store, measurer, listener, options, interrupted)
     except KeyboardInterrupt:
+        interrupts.acknowledge()
         interrupted, reason = True, "interrupted"
         listener.on_note("Interrupted: verifying and exporting the best so far (again to give up).")
         winner = _finish(store, measurer, listener, options, interrupted)

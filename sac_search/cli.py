@@ -14,13 +14,13 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import cyclopts
 from cyclopts import Parameter
 from rich.console import Console
 
-from sac_search import api, artifacts, records
+from sac_search import api, artifacts, interrupts, records
 from sac_search._version import __version__
 from sac_search.device import Clock
 from sac_search.errors import SacSearchError, StudyError, UsageError, WorkloadError
@@ -332,10 +332,14 @@ def studies(*, root: _Root = Path("studies"), json_output: _Json = False) -> int
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit code."""
-    signal.signal(signal.SIGTERM, _interrupt)
+    with interrupts.listening(signal.SIGINT, signal.SIGTERM):
+        return _main(sys.argv[1:] if arguments is None else arguments)
+
+
+def _main(arguments: Sequence[str]) -> int:
     try:
         code = app(
-            _with_any_device(sys.argv[1:] if arguments is None else arguments),
+            _with_any_device(arguments),
             exit_on_error=False,
             print_error=False,
             result_action="return_value",
@@ -369,10 +373,6 @@ def print_error(text: str) -> None:
 def _output() -> Console:
     # Tables that go into a file or a pipe need not fit a terminal.
     return Console() if sys.stdout.isatty() else Console(width=_WIDTH_OF_FILES)
-
-
-def _interrupt(number: int, frame: Any) -> None:
-    raise KeyboardInterrupt
 
 
 def _usage_message(error: cyclopts.CycloptsError) -> str:

@@ -27,6 +27,9 @@ _LABEL_SPREAD = 0.2
 _POLICY_CALL_SPREAD = 4.0
 # What entering and leaving a checkpointed region costs: saving the random state, hooks.
 _REGION_SECONDS = 50e-6
+# Checkpointing anything at all may cost something once, as a part of the step (3 to 4% were seen on
+# a CPU, where buffers are freed and mapped in again in another order).
+_START_SPREAD_FRACTION = 0.03
 # A step's own noise is never believed to be smaller than this.
 _SMALLEST_NOISE_FRACTION = 0.002
 # How far a measured peak may be from its forecast: in proportion, and as a part of it that is
@@ -119,7 +122,7 @@ class CostModel:
         values = np.clip(self.posterior.mean if parameters is None else parameters, 0.0, None)
         factors = dict(zip(self._labels, values[1:], strict=False))
         others = values[1 + len(self._labels) :]
-        call_seconds, region_seconds = values[-2:]
+        call_seconds, region_seconds, _ = values[-3:]
         return tuple(
             KindPrices(
                 label_seconds=tuple(
@@ -132,13 +135,18 @@ class CostModel:
             for index, kind in enumerate(self._profile.kinds)
         )
 
+    @property
+    def start_seconds(self) -> float:
+        """What checkpointing anything at all costs beside the prices, whatever the policy."""
+        return max(0.0, float(self.posterior.mean[-1]))
+
     def draw(self, generator: np.random.Generator, spread: float = 1.0) -> Prices:
         """Returns prices drawn from what is believed of them."""
         return self.prices(self.posterior.draw(generator, spread))
 
     # Parameters, in this order: seconds without checkpointing; a factor on each label's traced
-    # seconds; one on each kind's other seconds; seconds per op that a policy is asked about; and
-    # per checkpointed layer.
+    # seconds; one on each kind's other seconds; seconds per op that a policy is asked about; per
+    # checkpointed layer; and for checkpointing anything.
 
     def _features(self, choices: Choices, through_policy: bool) -> np.ndarray:
         profile = self._profile
@@ -155,7 +163,7 @@ class CostModel:
                     labels[index, label] += seconds
             if choices[name] or through_policy:
                 calls += kind.policy_calls
-        return np.array([1.0, *labels.values(), *others, calls, len(choices)])
+        return np.array([1.0, *labels.values(), *others, calls, len(choices), bool(choices)])
 
     def _scale(self, observations: Sequence[Observation]) -> float:
         """Returns how many times the traced seconds full checkpointing was measured to add.
@@ -182,12 +190,13 @@ class CostModel:
         same = np.array([[a == b for b in classes] for a in classes]).reshape(count, count)
         factors = _COMMON_SPREAD**2 + _CLASS_SPREAD**2 * same + _LABEL_SPREAD**2 * np.eye(count)
         call_seconds = profile.policy_call_seconds
-        mean = np.array([none_seconds, *[scale] * count, call_seconds, _REGION_SECONDS])
+        mean = np.array([none_seconds, *[scale] * count, call_seconds, _REGION_SECONDS, 0.0])
         covariance = np.zeros((len(mean), len(mean)))
         covariance[0, 0] = (0.5 * none_seconds) ** 2
-        covariance[1:-2, 1:-2] = scale**2 * factors
-        covariance[-2, -2] = (_POLICY_CALL_SPREAD * call_seconds) ** 2
-        covariance[-1, -1] = _REGION_SECONDS**2
+        covariance[1:-3, 1:-3] = scale**2 * factors
+        covariance[-3, -3] = (_POLICY_CALL_SPREAD * call_seconds) ** 2
+        covariance[-2, -2] = _REGION_SECONDS**2
+        covariance[-1, -1] = (_START_SPREAD_FRACTION * none_seconds) ** 2
         return Gaussian(mean, covariance)
 
 

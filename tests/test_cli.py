@@ -316,21 +316,17 @@ def test_a_termination_while_loading_leaves_no_process(project: Project) -> None
 
 
 @pytest.fixture
-def inside(project: Project, monkeypatch: pytest.MonkeyPatch) -> Iterator[Project]:
+def inside(project: Project, monkeypatch: pytest.MonkeyPatch) -> Project:
     """The project's folder as the current one of this process, once the search is over."""
     assert project.ended("search").code == 0
     monkeypatch.chdir(project.folder)
-    handler = signal.getsignal(signal.SIGTERM)
-    yield project
-    signal.signal(signal.SIGTERM, handler)
+    return project
 
 
 @pytest.fixture
-def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    handler = signal.getsignal(signal.SIGTERM)
-    yield tmp_path
-    signal.signal(signal.SIGTERM, handler)
+    return tmp_path
 
 
 Capture = pytest.CaptureFixture[str]

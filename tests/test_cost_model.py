@@ -148,7 +148,7 @@ def test_prices_come_near_the_truth_as_steps_are_measured() -> None:
         model = CostModel(paper.profile, [observed(paper, c) for c in seen[:count]])
         found = overheads(paper, model.prices(), held_out)
         errors.append(float(np.abs(found - truth).mean()))
-        spreads.append(float(np.trace(model.posterior.covariance[1:-2, 1:-2])))
+        spreads.append(float(np.trace(model.posterior.covariance[1:-3, 1:-3])))
     # The largest overhead is near a fifth of a second.
     assert errors[0] > errors[1] > errors[2] > errors[3]
     assert errors[3] < 0.01 * truth.max()
@@ -209,6 +209,25 @@ def test_what_a_policy_function_costs_is_learnt_from_recomputing_all_through_one
     assert abs(after.policy_seconds - truth) < 0.5 * abs(before.policy_seconds - truth)
     # Full checkpointing costs what it did.
     assert after.label_seconds == pytest.approx(before.label_seconds, rel=0.02)
+
+
+def test_what_checkpointing_anything_costs_is_not_taken_for_the_price_of_a_layer() -> None:
+    paper = Paper()
+    start_seconds = 0.02 * observed(paper, {}).seconds
+
+    def seen(count: int) -> Observation:
+        names = paper.profile.layers[:count]
+        found = observed(paper, dict.fromkeys(names, frozenset()))
+        return replace(found, seconds=found.seconds + start_seconds * bool(count))
+
+    model = CostModel(paper.profile, [seen(0), seen(1), seen(3), seen(6)])
+    assert model.start_seconds == pytest.approx(start_seconds, rel=0.2)
+    truth = [paper.overhead_seconds(paper.measurer.full)]
+    assert overheads(paper, model.prices(), [full_of(paper)]) == pytest.approx(truth, rel=0.03)
+    assert CostModel(paper.profile, [seen(0)]).start_seconds == 0
+    # What costs less than nothing is noise.
+    faster = replace(seen(1), seconds=0.9 * seen(0).seconds)
+    assert CostModel(paper.profile, [seen(0), faster]).start_seconds == 0
 
 
 def test_ops_of_one_class_are_more_alike_than_others() -> None:

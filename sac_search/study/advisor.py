@@ -138,4 +138,6 @@ class Advisor:
     def bound_seconds(self) -> float | None:
         """Returns overhead seconds that no policy of this form can go under, by likely costs."""
         limit = self._peaks.highest_forecast(self._budget_bytes)
-        return self._planner.bound(limit, self._costs.prices())
+        bound_seconds = self._planner.bound(limit, self._costs.prices())
+        # Nothing that has to be checkpointed goes without the start; a bound of zero may.
+        return bound_seconds and bound_seconds + self._costs.start_seconds

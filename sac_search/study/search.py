@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import optuna
 
-from sac_search import records, units
+from sac_search import interrupts, records, units
 from sac_search.failures import make_failure
 from sac_search.policy import Policy
 from sac_search.records import FailureKind, Outcome
@@ -302,6 +302,7 @@ class Search:
             study.optimize(objective, n_trials=count, callbacks=callbacks)
 
     def _propose(self, trial: optuna.Trial) -> float:
+        interrupts.raise_if_unseen()
         assignment = {decision.name: suggest(trial, decision) for decision in self.space.decisions}
         policy = self.space.policy_for(assignment)
         known = self._known.get(policy.key)

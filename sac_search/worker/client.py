@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from sac_search import errors
+from sac_search import errors, interrupts
 from sac_search.failures import make_failure
 from sac_search.forecaster import ProfileRequest
 from sac_search.policy import Policy
@@ -263,6 +263,7 @@ class _Process:
         """
         deadline = math.inf if timeout_seconds is None else time.monotonic() + timeout_seconds
         while True:
+            interrupts.raise_if_unseen()
             dead = self._child.poll() is not None
             left_seconds = max(0.0, deadline - time.monotonic())
             try:
