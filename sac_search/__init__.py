@@ -3,6 +3,7 @@
 `search` is the whole of it; `Workload` is what a user's factory returns.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from sac_search._version import __version__
@@ -17,14 +18,19 @@ from sac_search.policy import Policy
 from sac_search.workload import Workload
 
 if TYPE_CHECKING:
-    from sac_search.api import SearchOptions, search
+    from sac_search.api import search
+    from sac_search.auto import AppliedPolicy, auto_checkpoint, remove_checkpointing
+    from sac_search.options import SearchOptions
     from sac_search.study.result import SearchResult
 
 __all__ = [
     "search",
+    "auto_checkpoint",
+    "remove_checkpointing",
     "Workload",
     "SearchOptions",
     "SearchResult",
+    "AppliedPolicy",
     "Policy",
     "SacSearchError",
     "UsageError",
@@ -35,14 +41,18 @@ __all__ = [
 ]
 
 
+_PLACES = {
+    "search": "sac_search.api",
+    "auto_checkpoint": "sac_search.auto",
+    "remove_checkpointing": "sac_search.auto",
+    "AppliedPolicy": "sac_search.auto",
+    "SearchOptions": "sac_search.options",
+    "SearchResult": "sac_search.study.result",
+}
+
+
 def __getattr__(name: str) -> Any:
     # Loaded when first asked for: a worker that imports a user's file needs no Optuna.
-    if name in ("search", "SearchOptions"):
-        from sac_search import api
-
-        return getattr(api, name)
-    if name == "SearchResult":
-        from sac_search.study.result import SearchResult
-
-        return SearchResult
+    if name in _PLACES:
+        return getattr(importlib.import_module(_PLACES[name]), name)
     raise AttributeError(f"module 'sac_search' has no attribute {name!r}")

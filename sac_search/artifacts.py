@@ -11,7 +11,7 @@ from pathlib import Path
 
 from sac_search import records, units
 from sac_search._version import __version__
-from sac_search.errors import UsageError
+from sac_search.errors import StudyFileError, UsageError
 from sac_search.export import render_module, write_whole
 from sac_search.records import Evidence
 from sac_search.report import rows
@@ -69,6 +69,7 @@ def render_policy(result: SearchResult, module_name: str = "policy") -> str:
 
     Raises:
         UsageError: the study has no verified policy yet.
+        StudyFileError: its best policy, or a figure of it, cannot be written as a module.
     """
     if result.best is None or result.best.measurement is None:
         raise UsageError(
@@ -102,7 +103,15 @@ def render_policy(result: SearchResult, module_name: str = "policy") -> str:
         ),
         *environment,
     ]
-    return render_module(result.best.policy, meta=meta, headline=headline, module_name=module_name)
+    try:
+        return render_module(
+            result.best.policy, meta=meta, headline=headline, module_name=module_name
+        )
+    except ValueError as error:
+        raise StudyFileError(
+            f"the best policy in {result.folder or result.study_name} cannot be exported: {error}; "
+            "add --fresh to search again"
+        ) from error
 
 
 def no_fit_message(result: SearchResult) -> str:

@@ -22,16 +22,27 @@ from rich.console import Console
 
 from sac_search import api, artifacts, interrupts, records
 from sac_search._version import __version__
-from sac_search.device import Clock
+from sac_search.arguments import (
+    NOT_READY,
+    BatchSize,
+    ClockOption,
+    Device,
+    Json,
+    Layers,
+    ReadyOptions,
+    Root,
+    Threads,
+)
 from sac_search.errors import SacSearchError, StudyError, UsageError, WorkloadError
-from sac_search.export import write_whole
+from sac_search.export import require_writable, write_whole
 from sac_search.frontier import find_frontier
+from sac_search.options import SearchOptions
 from sac_search.report import rows, terminal
 from sac_search.space import Granularity, LayerChoiceMode
 from sac_search.study.result import SearchResult, to_document
 from sac_search.study.sampler import SamplerName
 from sac_search.study.store import list_studies, newest_folder, open_study
-from sac_search.worker.client import WorkerClient
+from sac_search.worker.client import Isolation, WorkerClient
 from sac_search.workload import BUILTIN_SPEC, require_file
 
 INTERRUPTED = 130
@@ -45,30 +56,14 @@ app = cyclopts.App(
         "Finds the activation-checkpointing policy that makes a PyTorch training step fastest "
         "while its peak memory stays under a budget.\n\n"
         "    sac-search train.py --budget-gb 22\n\n"
-        "searches; the same command again continues. Without WORKLOAD it searches a built-in GPT."
+        "searches; the same command again continues. A config needs no file:\n\n"
+        "    sac-search --hf-config config.json --budget-gb 22 --dtype bf16\n\n"
+        "Without either it searches a built-in GPT."
     ),
     version=__version__,
     help_format="plaintext",
     suppress_keyboard_interrupt=False,  # main() says what is kept
 )
-
-_Device = Annotated[
-    str | None, Parameter(help="cpu, cuda, cuda:1, …; by default the machine's accelerator.")
-]
-_Layers = Annotated[
-    str | None,
-    Parameter(help="Names of the layers, as 'model.layers.*'; by default found by themselves."),
-]
-_BatchSize = Annotated[int | None, Parameter(help="Handed to the workload's factory.")]
-_Root = Annotated[Path, Parameter(help="The folder that holds the studies.")]
-_Json = Annotated[bool, Parameter(name="--json", negative="", help="Print JSON, for programs.")]
-_Threads = Annotated[
-    int | None, Parameter(help="CPU threads of torch; by default one when processor time counts.")
-]
-_ClockOption = Annotated[
-    Clock | None,
-    Parameter(help="cpu: processor time, default on the CPU. wall: elapsed time."),
-]
 
 
 @app.default
@@ -81,6 +76,7 @@ def search(
     budget_gb: Annotated[
         float, Parameter(help="Budget for the peak of the whole step, in GiB (2^30 bytes).")
     ],
+    ready: ReadyOptions = NOT_READY,
     trials: Annotated[int, Parameter(help="Trials to measure beyond the baselines.")] = 40,
     timeout: Annotated[float | None, Parameter(help="Stop searching after SECONDS.")] = None,
     forecast: Annotated[
@@ -92,13 +88,13 @@ def search(
             ),
         ),
     ] = None,
-    device: _Device = None,
-    layers: _Layers = None,
+    device: Device = None,
+    layers: Layers = None,
     layer_choice: Annotated[
         LayerChoiceMode,
         Parameter(help="count: how many layers of each kind. each: a decision per layer."),
     ] = LayerChoiceMode.COUNT,
-    batch_size: _BatchSize = None,
+    batch_size: BatchSize = None,
     granularity: Annotated[
         Granularity,
         Parameter(help="site: ops of each weight shape apart. class: all ops of a class together."),
@@ -111,25 +107,30 @@ def search(
     ] = SamplerName.PLANNER,
     seed: Annotated[int, Parameter(help="Of the sampler.")] = 0,
     steps: Annotated[int, Parameter(help="Timed steps per trial.")] = 5,
-    clock: _ClockOption = None,
-    threads: _Threads = None,
+    clock: ClockOption = None,
+    threads: Threads = None,
     trial_timeout: Annotated[float | None, Parameter(help="Give a trial up after SECONDS.")] = None,
+    isolate: Annotated[
+        Isolation,
+        Parameter(help="trial: a new process for each trial. search: one, as long as it is sound."),
+    ] = Isolation.SEARCH,
     study: Annotated[str | None, Parameter(help="Name of the study.")] = None,
-    root: _Root = Path("studies"),
+    root: Root = Path("studies"),
     fresh: Annotated[
         bool, Parameter(negative="", help="Begin anew under a new name; nothing is deleted.")
     ] = False,
-    json_output: _Json = False,
+    json_output: Json = False,
     quiet: Annotated[bool, Parameter(name=["--quiet", "-q"], negative="")] = False,
     verbose: Annotated[bool, Parameter(name=["--verbose", "-v"], negative="")] = False,
 ) -> int:
     """Search the fastest policy under a budget, verify it and export it."""
+    workload = ready.spec(workload)
     if forecast is not None and device is not None:
         raise UsageError(
             f"--forecast measures nothing, so --device {device} has nothing to do; name the device "
             "to forecast for with --forecast DEVICE"
         )
-    options = api.SearchOptions(
+    options = SearchOptions(
         budget_gb=budget_gb,
         study=study,
         root=root,
@@ -141,6 +142,7 @@ def search(
         trials=trials,
         timeout_seconds=timeout,
         trial_timeout_seconds=trial_timeout,
+        isolate=isolate,
         granularity=granularity,
         tiers=tiers,
         sampler=sampler,
@@ -153,7 +155,7 @@ def search(
         Console(stderr=json_output), quiet=quiet or json_output, verbose=verbose
     )
     if forecast is None and _device_for(workload, device) != device:
-        progress.on_note(
+        progress.note_at_start(
             "This machine has no accelerator that torch can use, so the built-in GPT is forecast. "
             "Add --device cpu to search a small one by measuring on the CPU."
         )
@@ -179,7 +181,7 @@ def export(
     output: Annotated[Path, Parameter(name=["--output", "-o"], help="The module to write.")] = Path(
         "policy.py"
     ),
-    root: _Root = Path("studies"),
+    root: Root = Path("studies"),
 ) -> int:
     """Write a study's best policy as a Python module that needs torch alone."""
     result = artifacts.load_result(_find_study(study, root))
@@ -194,17 +196,19 @@ def verify(
     workload: Annotated[str, Parameter(help="train.py or train.py:factory.")] = BUILTIN_SPEC,
     /,
     *,
-    device: _Device = None,
-    batch_size: _BatchSize = None,
-    clock: _ClockOption = None,
-    threads: _Threads = None,
+    ready: ReadyOptions = NOT_READY,
+    device: Device = None,
+    batch_size: BatchSize = None,
+    clock: ClockOption = None,
+    threads: Threads = None,
     steps: Annotated[int, Parameter(help="Timed steps.")] = 5,
-    json_output: _Json = False,
+    json_output: Json = False,
 ) -> int:
     """Apply an exported policy to a workload; compare gradients, measure peak and time."""
-    if not policy.is_file():
+    workload = ready.spec(workload)
+    if not os.path.isfile(policy):
         raise UsageError(f"there is no policy file {str(policy)!r}")
-    options = api.SearchOptions(
+    options = SearchOptions(
         budget_gb=1,
         device=_device_for(workload, device),
         batch_size=batch_size,
@@ -213,12 +217,13 @@ def verify(
         steps=steps,
     )
     with _temporary_client(workload, options) as client:
-        client.describe()
+        description = client.describe()
         verdict, outcome = client.try_module(policy.resolve())
     if json_output:
         document = {"verdict": verdict, "outcome": outcome}
         print_text(json.dumps(records.to_builtins(document), indent=1))
     else:
+        _print_notes(description.notes)
         print_text("\n".join(rows.verification_lines(verdict, outcome)))
     passed = verdict.verification is not None and verdict.verification.passed
     return 0 if passed else WorkloadError.exit_code
@@ -229,15 +234,17 @@ def trace(
     workload: Annotated[str, Parameter(help="train.py or train.py:factory.")] = BUILTIN_SPEC,
     /,
     *,
-    device: _Device = None,
-    layers: _Layers = None,
-    batch_size: _BatchSize = None,
-    clock: _ClockOption = None,
-    threads: _Threads = None,
-    json_output: _Json = False,
+    ready: ReadyOptions = NOT_READY,
+    device: Device = None,
+    layers: Layers = None,
+    batch_size: BatchSize = None,
+    clock: ClockOption = None,
+    threads: Threads = None,
+    json_output: Json = False,
 ) -> int:
     """Show what each layer runs: ops, class, calls, MiB, ms, and whether it can be saved."""
-    options = api.SearchOptions(
+    workload = ready.spec(workload)
+    options = SearchOptions(
         budget_gb=1,
         device=_device_for(workload, device),
         layers=layers,
@@ -250,6 +257,7 @@ def trace(
     if json_output:
         print_text(json.dumps(records.to_builtins(description), indent=1))
         return 0
+    _print_notes(description.notes)
     console = _output()
     for line in rows.layer_lines(description.layers):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -262,6 +270,7 @@ def trace(
 def frontier(
     workload: Annotated[str, Parameter(help="train.py or train.py:factory.")] = BUILTIN_SPEC,
     *,
+    ready: ReadyOptions = NOT_READY,
     points: Annotated[int, Parameter(help="Budgets, from full checkpointing to none.")] = 12,
     tiers: Annotated[int, Parameter(help="Save sets per layer kind: 1 or 2.")] = 2,
     measure: Annotated[
@@ -271,21 +280,22 @@ def frontier(
         Path | None,
         Parameter(name=["--output", "-o"], help="The JSON file; by default under studies/."),
     ] = None,
-    device: _Device = None,
-    layers: _Layers = None,
-    batch_size: _BatchSize = None,
-    clock: _ClockOption = None,
-    threads: _Threads = None,
+    device: Device = None,
+    layers: Layers = None,
+    batch_size: BatchSize = None,
+    clock: ClockOption = None,
+    threads: Threads = None,
     steps: Annotated[int, Parameter(help="Timed steps.")] = 5,
-    root: _Root = Path("studies"),
-    json_output: _Json = False,
+    root: Root = Path("studies"),
+    json_output: Json = False,
 ) -> int:
     """Show how fast a step can be under each budget: the whole trade-off, forecast or measured."""
+    workload = ready.spec(workload)
     if points < 2 or tiers not in (1, 2):
         raise UsageError(
             f"--points {points} --tiers {tiers}: it takes 2 points or more, 1 or 2 tiers"
         )
-    options = api.SearchOptions(
+    options = SearchOptions(
         budget_gb=1,
         device=_device_for(workload, device),
         layers=layers,
@@ -294,14 +304,17 @@ def frontier(
         threads=threads,
         steps=steps,
     )
+    path = output or root / f"{api.default_study_name(workload)}-frontier.json"
+    require_file(workload)
+    require_writable(path)
     with _temporary_client(workload, options) as client:
         found = find_frontier(client, points=points, tiers=tiers, measure=measure)
-    path = output or root / f"{api.default_study_name(workload)}-frontier.json"
     text = json.dumps(records.to_builtins(found), indent=1)
     write_whole(path, text + "\n")
     if json_output:
         print_text(text)
         return 0
+    _print_notes(found.notes)
     console = _output()
     table = terminal.frontier_table(rows.frontier_rows(found), measured=measure)
     console.print(table)
@@ -311,7 +324,7 @@ def frontier(
 
 
 @app.command
-def studies(*, root: _Root = Path("studies"), json_output: _Json = False) -> int:
+def studies(*, root: Root = Path("studies"), json_output: Json = False) -> int:
     """List the studies, each with its budget, trials and best policy."""
     entries, problems = [], []
     for folder in list_studies(root):
@@ -338,6 +351,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _main(arguments: Sequence[str]) -> int:
     try:
+        _refuse_unwritable(arguments)
         code = app(
             _with_any_device(arguments),
             exit_on_error=False,
@@ -375,6 +389,11 @@ def _output() -> Console:
     return Console() if sys.stdout.isatty() else Console(width=_WIDTH_OF_FILES)
 
 
+def _print_notes(notes: Sequence[str]) -> None:
+    for note in notes:
+        print_text(note)
+
+
 def _usage_message(error: cyclopts.CycloptsError) -> str:
     return " ".join(str(error).split())
 
@@ -383,6 +402,16 @@ def _has_accelerator() -> bool:
     import torch
 
     return torch.accelerator.is_available()
+
+
+def _refuse_unwritable(arguments: Sequence[str]) -> None:
+    """Raises UsageError for an argument that can be no name in a study, in JSON or on a screen."""
+    for argument in arguments:
+        if "\0" in argument or argument != records.spell_out(argument):
+            raise UsageError(
+                f"the argument {argument!r} is not UTF-8 text; rename the file or folder that it "
+                "names"
+            )
 
 
 def _with_any_device(arguments: Sequence[str]) -> list[str]:
@@ -406,7 +435,7 @@ def _device_for(workload: str, device: str | None) -> str | None:
 
 
 @contextlib.contextmanager
-def _temporary_client(workload: str, options: api.SearchOptions) -> Iterator[WorkerClient]:
+def _temporary_client(workload: str, options: SearchOptions) -> Iterator[WorkerClient]:
     require_file(workload)
     handle, name = tempfile.mkstemp(prefix="sac-search-", suffix=".log")
     os.close(handle)
@@ -417,7 +446,7 @@ def _temporary_client(workload: str, options: api.SearchOptions) -> Iterator[Wor
 
 
 def _find_study(study: str, root: Path) -> Path:
-    if Path(study).is_dir():
+    if os.path.isdir(study):
         open_study(Path(study))
         return Path(study)
     folder = newest_folder(root, study)

@@ -132,6 +132,17 @@ def device_memory(device: torch.device) -> tuple[int, int]:
     return int(free_bytes), int(total_bytes)
 
 
+def usable_bytes(device: torch.device, live_bytes: int) -> int:
+    """Returns the bytes of the device that this process holds or could get beside all others.
+
+    `live_bytes` are those in live tensors; what an allocator holds beyond them counts as well.
+    """
+    free_bytes, _ = device_memory(device)
+    if device.type == "cpu":
+        return free_bytes + live_bytes
+    return free_bytes + int(torch.accelerator.memory.memory_reserved(device))
+
+
 def allocator_settings(device: torch.device) -> str:
     """Returns the allocator settings of the environment, as text; empty on the CPU."""
     if device.type == "cpu":
@@ -368,6 +379,10 @@ def _add_storage(
         return
     try:
         storage = tensor.untyped_storage()
+        # A dry run may leave fake tensors in a module until its next forward, as in the list of
+        # weights that nn.LSTM keeps: they only say that they are here, and have no address.
+        if storage.device.type != device.type:
+            return
         address = storage.data_ptr()
     except (RuntimeError, NotImplementedError):  # no storage of its own: sparse, wrapper subclasses
         return

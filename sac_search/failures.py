@@ -8,7 +8,7 @@ import traceback
 import torch
 from torch.utils.checkpoint import CheckpointError
 
-from sac_search.records import Failure, FailureKind
+from sac_search.records import Failure, FailureKind, spell_out
 
 _ADVICE = {
     FailureKind.OUT_OF_MEMORY: "The device ran out of memory; the policy saves too much for it.",
@@ -27,7 +27,8 @@ _ADVICE = {
     ),
     FailureKind.NOT_IN_STORAGE: (
         "The layer runs other ops when it is run again; with a growing key/value cache, set "
-        "use_cache=False in the model's config."
+        "use_cache=False in the model's config; where weights are used twice under autocast, give "
+        "torch.autocast cache_enabled=False."
     ),
     FailureKind.NON_FINITE_LOSS: (
         "The loss is NaN or infinite; lower the learning rate of the workload, or check its data."
@@ -67,7 +68,7 @@ def _kind_of(error: BaseException) -> FailureKind:
         return FailureKind.NON_FINITE_LOSS
     if isinstance(error, CheckpointError):
         return FailureKind.RECOMPUTE_MISMATCH
-    text = str(error)
+    text = _text_of(error)
     for kind, pattern in _PATTERNS:
         if re.search(pattern, text, re.DOTALL):
             return kind
@@ -75,8 +76,13 @@ def _kind_of(error: BaseException) -> FailureKind:
 
 
 def _first_lines(error: BaseException, limit: int = 600) -> str:
-    text = "".join(traceback.format_exception_only(error)).strip()
+    text = _text_of(error)
     return text if len(text) <= limit else text[:limit] + " …"
+
+
+def _text_of(error: BaseException) -> str:
+    # Unlike str(error), it never raises: the user's own exceptions may be made of anything.
+    return spell_out("".join(traceback.format_exception_only(error)).strip())
 
 
 class NonFiniteLoss(Exception):

@@ -160,14 +160,14 @@ def _count_step(
     tracker.begin()
     try:
         with (
-            applied(workload.model, policy),
+            applied(workload.bare_model, policy),
             phases_marked(workload.model),
             _random_states_noted(tracker),
-            _layers_noted(tracker, workload.model),
+            _layers_noted(tracker, workload.bare_model),
             mode,
             tracker,
             listening_to_phases(tracker.enter_phase),
-            tracker.watching(workload.model, layer_names),
+            tracker.watching(workload.bare_model, layer_names),
         ):
             workload.run_step()
             has_made_state = optimizer is not None and len(optimizer.state) > states

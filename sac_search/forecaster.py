@@ -20,6 +20,7 @@ from sac_search.forecast import (
 )
 from sac_search.policy import Policy, checkpoint_layers
 from sac_search.profile import DryRun, Profile, build_profile
+from sac_search.ranks import ALONE, Peers
 from sac_search.space import Granularity
 from sac_search.trace import LayerTrace
 from sac_search.workload import Workload
@@ -46,20 +47,26 @@ class Forecaster:
     """Forecasts steps of one workload. Learns from one real step, under full checkpointing.
 
     Where fake tensors cannot take the step's path, since shapes depend on values, the step runs for
-    real and is counted while it runs: as exact, but it needs the memory that it counts.
+    real and is counted while it runs: as exact, but it needs the memory that it counts. Not so with
+    several ranks: under fake tensors none waits for another, but a step that runs has to be run by
+    all of them, and one that fails on a single rank leaves the others waiting.
 
     Raises:
-        CannotForecast: not even that can be done.
+        CannotForecast: not even that can be done, or with several ranks, not on all of them.
     """
 
     def __init__(
-        self, workload: Workload, layers: Sequence[LayerTrace], device: torch.device
+        self,
+        workload: Workload,
+        layers: Sequence[LayerTrace],
+        device: torch.device,
+        peers: Peers = ALONE,
     ) -> None:
         self._workload = workload
         self._device = device
         self._names = tuple(layer.name for layer in layers)
         full = checkpoint_layers(self._names)
-        with applied(workload.model, full):
+        with applied(workload.bare_model, full):
             with record_values() as values:
                 workload.run_forward()
             self._values = tuple(values)
@@ -71,6 +78,9 @@ class Forecaster:
         self._forecasts: dict[str, Forecast] = {}
         self.why_tracked = ""
         """Why steps are counted while they run for real; empty where they need not be."""
+        if peers.size > 1:
+            self._try_on_all_ranks(full, peers)
+            return
         try:
             self.forecast(full)
         except CannotForecast as error:
@@ -98,6 +108,15 @@ class Forecaster:
         return profile_workload(
             self._workload, request, self.forecast, on_cpu=self._device.type == "cpu"
         )
+
+    def _try_on_all_ranks(self, policy: Policy, peers: Peers) -> None:
+        problem = ""
+        try:
+            self.forecast(policy)
+        except Exception as error:  # anything: whoever does not ask below is waited for
+            problem = f"{type(error).__name__}: {error}".partition("\n")[0]
+        if peers.any(bool(problem)):
+            raise CannotForecast(problem or "another rank's step cannot be forecast")
 
     def _forecast(self, policy: Policy) -> Forecast:
         return forecast_step(
@@ -149,7 +168,7 @@ def _gradient_bytes(workload: Workload, names: Sequence[str]) -> dict[str, int]:
     return {
         name: sum(
             p.numel() * p.element_size()
-            for p in workload.model.get_submodule(name).parameters()
+            for p in workload.bare_model.get_submodule(name).parameters()
             if p.requires_grad
         )
         for name in names

@@ -59,6 +59,8 @@ class Frontier:
     """The step with every layer checkpointed, measured."""
     points: tuple[FrontierPoint, ...]
     """From the smallest budget to the largest."""
+    notes: tuple[str, ...] = ()
+    """Sentences that the user should read."""
 
 
 def find_frontier(
@@ -96,7 +98,7 @@ def find_frontier(
     ]
     plans = _plans(measurer, space, observations, points)
     if not plans:
-        raise WorkloadError(" ".join(description.notes) or "no policy could be planned")
+        raise WorkloadError(" ".join((*description.notes, "No policy could be planned.")))
     found = [_point(plan, full.measurement, none.measurement) for plan in plans]
     if measure:
         found = _measured(found, measurer, steps)
@@ -106,6 +108,7 @@ def find_frontier(
         none=none,
         full=full,
         points=tuple(found),
+        notes=description.notes,
     )
 
 

@@ -1,7 +1,8 @@
 """Runs a workload's step under policies and reads what it costs: peak bytes, then step seconds.
 
 Steps of a reference policy run in turn with those of the policy that is measured, so that a slow
-drift of the machine falls on both and cancels in their ratio.
+drift of the machine falls on both and cancels in their ratio. Where the step is that of several
+ranks, all of them run the same steps, and start each at the same time.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from sac_search.device import (
 )
 from sac_search.failures import NonFiniteLoss, failure_from
 from sac_search.policy import Policy
+from sac_search.ranks import ALONE, Peers
 from sac_search.records import Measurement, Outcome
 from sac_search.workload import Workload
 
@@ -44,6 +46,8 @@ class StepMeter:
     """What counts as its time."""
     steps: int = 5
     """Timed steps of each policy."""
+    peers: Peers = ALONE
+    """The ranks whose steps these are."""
 
     def measure(self, policy: Policy | PolicyModule, reference: Policy) -> Outcome:
         """Returns the peak and the step time of `policy`.
@@ -55,7 +59,11 @@ class StepMeter:
     def compare(
         self, policies: Sequence[Policy | PolicyModule], reference: Policy, *, steps: int
     ) -> list[Outcome]:
-        """Returns an outcome per policy, their timed steps interleaved."""
+        """Returns an outcome per policy, their timed steps interleaved.
+
+        With several ranks, a failure on this one is that of all policies: further steps would not
+        meet those that the others are in.
+        """
         outcomes: dict[int, Outcome] = {}
         readings: dict[int, PeakReading] = {}
         for index, policy in enumerate(policies):
@@ -63,27 +71,31 @@ class StepMeter:
                 readings[index] = self._read_peak(policy)
             except Exception as error:
                 outcomes[index] = self._failed(error)
+                if self.peers.size > 1:
+                    return [outcomes[index]] * len(policies)
         running = {index: policies[index] for index in readings}
         timings = _Timings()
         for _ in range(steps):
-            if not running or timings.is_long():
+            if not running or self.peers.any(timings.is_long()):
                 break
             for index, raised in self._time_round(running, reference, timings).items():
                 outcomes[index] = self._failed(raised)
                 del running[index]
+                if self.peers.size > 1:
+                    return [outcomes[index]] * len(policies)
         for index in running:
             outcomes[index] = Outcome(measurement=timings.measurement(index, readings[index]))
         return [outcomes[index] for index in range(len(policies))]
 
     def run_untimed_step(self, policy: Policy | PolicyModule) -> float:
         """Runs one step under `policy`, which makes the optimizer's state. Returns the loss."""
-        with applied(self.workload.model, policy):
+        with applied(self.workload.bare_model, policy):
             loss = float(self.workload.run_step())
         free_cached_memory(self.device)
         return loss
 
     def _read_peak(self, policy: Policy | PolicyModule) -> PeakReading:
-        with applied(self.workload.model, policy), phases_marked(self.workload.model):
+        with applied(self.workload.bare_model, policy), phases_marked(self.workload.model):
             return read_peak(self._run_step, self.workload.drop_gradients, self.device)
 
     def _run_step(self) -> float:
@@ -107,13 +119,16 @@ class StepMeter:
                 seconds, loss = self._time_step(policy)
             except Exception as error:
                 errors[index] = error
+                if self.peers.size > 1:
+                    break
                 continue
             timings.add(index, seconds, loss)
         return errors
 
     def _time_step(self, policy: Policy | PolicyModule) -> tuple[float, float]:
         losses: list[torch.Tensor] = []
-        with applied(self.workload.model, policy):
+        with applied(self.workload.bare_model, policy):
+            self.peers.any()  # else a rank that is early would count its waiting as its step
             seconds = time_call(
                 lambda: losses.append(self.workload.run_step()), self.device, self.clock
             )

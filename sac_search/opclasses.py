@@ -181,6 +181,8 @@ _NAMESPACES = {
     "c10d_functional": OpClass.COLLECTIVE,
     "symm_mem": OpClass.COLLECTIVE,
     "fsdp": OpClass.COLLECTIVE,
+    "_dtensor": OpClass.COLLECTIVE,
+    "cplib": OpClass.COLLECTIVE,  # context parallelism
 }
 
 _CLASS_OF_PACKET: dict[str, OpClass] = {

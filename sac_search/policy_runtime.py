@@ -191,7 +191,7 @@ def checkpoint_layer(layer: torch.nn.Module, context_fn: Callable[[], Any] | Non
         ValueError: the layer is checkpointed already, or another library replaced its forward.
     """
     layer_class = type(layer)
-    if hasattr(layer_class, "_sac_layer_class"):
+    if hasattr(layer_class, "_sac_checkpointed"):
         raise ValueError(f"this {layer_class.__name__} is checkpointed already; restore it first")
     if "forward" in layer.__dict__:
         raise ValueError(
@@ -202,20 +202,23 @@ def checkpoint_layer(layer: torch.nn.Module, context_fn: Callable[[], Any] | Non
 
 
 def restore_layer(layer: torch.nn.Module) -> bool:
-    """Undoes `checkpoint_layer`. Returns whether there was anything to undo.
+    """Undoes `checkpoint_layer`, and `replace_class`. Returns whether there was anything to undo.
 
     Raises:
         ValueError: another library changed the layer's class since, so it cannot be undone.
     """
-    layer_class = type(layer)
-    if not hasattr(layer_class, "_sac_layer_class"):
-        return False
-    if "_sac_layer_class" not in layer_class.__dict__:
-        raise ValueError(
-            f"this layer became a {layer_class.__name__} after it was checkpointed; undo that first"
-        )
-    layer.__class__ = layer_class._sac_layer_class
-    return True
+    replaced = False
+    while hasattr(layer_class := type(layer), "_sac_layer_class"):
+        if "_sac_layer_class" not in layer_class.__dict__:
+            raise ValueError(
+                f"this layer became a {layer_class.__name__} after it was checkpointed; undo that "
+                "first"
+            )
+        layer.__class__ = layer_class._sac_layer_class
+        replaced = True
+        if "_sac_undo" in layer_class.__dict__:
+            layer_class._sac_undo(layer)  # type: ignore[attr-defined]
+    return replaced
 
 
 @functools.lru_cache(maxsize=256)
@@ -234,6 +237,20 @@ def _checkpointed_class(
             return checkpoint(function, *inputs, use_reentrant=False)
         return checkpoint(function, *inputs, use_reentrant=False, context_fn=context_fn)
 
+    # Says by which copy of this file and how, so that one policy can tell its own layers.
+    checkpointed = (checkpoint_layer, context_fn)
+    return _subclass(layer_class, {"forward": forward, "_sac_checkpointed": checkpointed})
+
+
+def replace_class(module: torch.nn.Module, members: dict[str, Any]) -> None:
+    """Gives one module the members of a class; nothing else about it changes.
+
+    A member `_sac_undo` is called with the module when `restore_layer` undoes this.
+    """
+    module.__class__ = _subclass(type(module), members)
+
+
+def _subclass(layer_class: type[torch.nn.Module], members: dict[str, Any]) -> type[torch.nn.Module]:
     def __reduce_ex__(self: torch.nn.Module, protocol: Any) -> Any:
         # A pickled layer is a plain one: the subclass lives in this process only.
         reduced = layer_class.__reduce_ex__(self, protocol)
@@ -251,17 +268,25 @@ def _checkpointed_class(
     def __deepcopy__(self: torch.nn.Module, memo: dict[int, Any]) -> Any:
         return _copy_checkpointed(self, layer_class, functools.partial(copy.deepcopy, memo=memo))
 
+    def __instancecheck__(cls: type, instance: Any) -> bool:
+        # Some libraries take the class of the first layer that has a name, and shard its instances:
+        # that has to be every layer, however it is checkpointed and if not at all.
+        if "_sac_layer_class" in cls.__dict__:
+            return isinstance(instance, layer_class)
+        return super(same, cls).__instancecheck__(instance)  # type: ignore[no-any-return]
+
     namespace = {
         "__module__": layer_class.__module__,
         "__qualname__": layer_class.__qualname__,
         "__doc__": layer_class.__doc__,
         "_sac_layer_class": layer_class,
-        "forward": forward,
         "__reduce_ex__": __reduce_ex__,
         "__copy__": __copy__,
         "__deepcopy__": __deepcopy__,
+        **members,
     }
-    return type(layer_class.__name__, (layer_class,), namespace)
+    same: Any = type("Same", (type(layer_class),), {"__instancecheck__": __instancecheck__})
+    return same(layer_class.__name__, (layer_class,), namespace)  # type: ignore[no-any-return]
 
 
 def _run_forward(

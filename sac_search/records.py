@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -17,6 +17,9 @@ from sac_search import units
 SCHEMA_VERSION = 1
 
 T = TypeVar("T")
+
+Bytes = Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
+"""A number of bytes. Within these bounds (8 PiB) floating point holds every one exactly."""
 
 
 class Evidence(enum.StrEnum):
@@ -67,17 +70,17 @@ class Failure:
 class Measurement:
     """What one policy costs on the device, or would by forecast."""
 
-    peak_bytes: int
+    peak_bytes: Bytes
     """The peak that the budget limits: reserved on accelerators, allocated on the CPU."""
-    allocated_bytes: int
+    allocated_bytes: Bytes
     """Highest bytes in live tensors during the step."""
-    reserved_bytes: int | None = None
+    reserved_bytes: Bytes | None = None
     """Highest bytes that the caching allocator held; None where there is none."""
-    device_bytes: int | None = None
+    device_bytes: Bytes | None = None
     """Bytes in use on the whole device after the step, other processes included."""
     peak_phase: Phase
     """The phase that holds the peak of allocated bytes."""
-    phase_peak_bytes: dict[Phase, int]
+    phase_peak_bytes: dict[Phase, Bytes]
     """Highest allocated bytes in each phase."""
     step_seconds: float
     """Median step time."""
@@ -93,6 +96,8 @@ class Measurement:
     """The last step's loss; None by forecast."""
     alloc_retries: int = 0
     """How often the allocator had to free its cache and try again: a sign of a full device."""
+    rank_peak_bytes: tuple[Bytes, ...] = ()
+    """`peak_bytes` of every rank, where there are several; the highest of them is the peak."""
     evidence: Evidence = Evidence.MEASURED
     """Where the figures come from. By forecast no step was run, and seconds are those of published
     rates."""
@@ -106,7 +111,7 @@ class Outcome:
     """The figures, when the step ran."""
     failure: Failure | None = None
     """The reason, when it did not."""
-    forecast_peak_bytes: int | None = None
+    forecast_peak_bytes: Bytes | None = None
     """Highest bytes in live tensors by the forecast, where there is one."""
 
     def __post_init__(self) -> None:
@@ -147,7 +152,7 @@ class Environment:
     torch_version: str = field(metadata={"label": "torch"})
     device: str = field(metadata={"label": "device type"})
     device_name: str = field(metadata={"label": "device"})
-    device_memory_bytes: int = field(metadata={"label": "device memory", "format": "gib"})
+    device_memory_bytes: Bytes = field(metadata={"label": "device memory", "format": "gib"})
     driver: str | None = field(metadata={"label": "driver"})
     dtype: str = field(metadata={"label": "parameter dtypes"})
     batch_size: int | None = field(metadata={"label": "batch size"})
@@ -160,10 +165,15 @@ class Environment:
     parameter_count: int = field(metadata={"label": "parameters"})
     workload: str = field(metadata={"label": "workload"})
     workload_source_hash: str = field(metadata={"label": "workload source"})
+    world_size: int = field(default=1, metadata={"label": "ranks"})
+    parallelism: str = field(default="", metadata={"label": "parallelism"})
 
     def labelled(self) -> list[tuple[str, str]]:
         """Returns each value with the name that people read."""
-        return [(f.metadata["label"], self._format(f.name)) for f in fields(self)]
+        names = {f.name: f.metadata["label"] for f in fields(self)}
+        if self.world_size == 1:
+            del names["world_size"], names["parallelism"]
+        return [(label, self._format(name)) for name, label in names.items()]
 
     def differences(self, other: Environment) -> list[str]:
         """Returns a line per value in which `other` differs: `torch: 2.13.0 -> 2.14.1`."""
@@ -181,6 +191,8 @@ class Environment:
             return units.format_gib(value)
         if name == "workload_source_hash":
             return str(value)[:12]
+        if name == "parallelism":
+            return str(value) or "none"
         return str(value)
 
 
@@ -196,6 +208,11 @@ def decode(text: bytes | str, record_type: type[T]) -> T:
         ValueError: the text is not JSON, or a field is missing or of another type.
     """
     return msgspec.json.decode(text, type=record_type)
+
+
+def spell_out(text: str) -> str:
+    """Returns the text with what no record can hold, half a surrogate pair, as an escape."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def to_builtins(record: Any) -> Any:

@@ -18,9 +18,10 @@ from sac_search.workload import Workload
 def training_state_kept(workload: Workload) -> Iterator[None]:
     """Puts everything that steps change back as it was, bit for bit.
 
-    Parameters, buffers, gradients, optimizer state, `training` flags and the random states of
-    Python, NumPy and torch. The copies are held in main memory, not on the device. What only the
-    workload's own callables hold (a data loader's position, a gradient scaler) is theirs to keep.
+    Parameters, buffers, gradients, optimizer state, `training` flags, autocast settings and the
+    random states of Python, NumPy and torch. The copies are held in main memory, not on the device.
+    What only the workload's own callables hold (a data loader's position, a gradient scaler) is
+    theirs to keep.
     """
     parameters = workload.parameters()
     values = [_host_copy(p) for p in parameters]
@@ -28,7 +29,7 @@ def training_state_kept(workload: Workload) -> Iterator[None]:
     flags = [(module, module.training) for module in workload.model.modules()]
     restore_optimizer = _optimizer_kept(workload.optimizer)
     try:
-        with random_states_kept(), buffers_kept(workload.model):
+        with random_states_kept(), autocast_kept(), buffers_kept(workload.model):
             yield
     finally:
         with torch.no_grad():
@@ -54,6 +55,22 @@ def random_states_kept() -> Iterator[None]:
     finally:
         random.setstate(python_state)
         numpy.random.set_state(numpy_state)
+
+
+@contextlib.contextmanager
+def autocast_kept() -> Iterator[None]:
+    """Puts the autocast settings of every device type, and its cache's, back."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    types = ["cpu", *([accelerator.type] if accelerator else [])]
+    before = [(t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in types]
+    is_cached = torch.is_autocast_cache_enabled()
+    try:
+        yield
+    finally:
+        for device_type, is_enabled, dtype in before:
+            torch.set_autocast_enabled(device_type, is_enabled)
+            torch.set_autocast_dtype(device_type, dtype)
+        torch.set_autocast_cache_enabled(is_cached)
 
 
 @contextlib.contextmanager

@@ -26,6 +26,7 @@ from sac_search.layers import Layer, group_layers
 from sac_search.opclasses import OpClass, classify
 from sac_search.policy import checkpoint_layers
 from sac_search.policy_runtime import HIDDEN_VIEWS, site_of
+from sac_search.records import Bytes
 from sac_search.workload import Workload
 
 # Seconds of one call, from the op, its arguments and keywords, and what it returned.
@@ -47,7 +48,7 @@ class OpTrace:
     """Its class."""
     calls: int
     """Calls in one pass through the layer."""
-    output_bytes: int
+    output_bytes: Bytes
     """Bytes of the new storages that these calls return."""
     seconds: float
     """Seconds of these calls in one forward pass."""
@@ -80,7 +81,7 @@ class LayerTrace:
     """Parameters inside."""
     calls: int
     """How often one forward pass runs it."""
-    input_bytes: int
+    input_bytes: Bytes
     """Bytes of the tensors that go in: what checkpointing keeps in place of the activations."""
     ops: tuple[OpTrace, ...]
     """Its ops, in the order of their first call."""
@@ -189,7 +190,8 @@ def _trace_once(
 ) -> dict[str, _LayerRecord]:
     recorder = _Recorder(clock)
     policy = checkpoint_layers(layer.name for layer in layers)
-    with applied(workload.model, policy), recorder.watching(workload.model, layers), recorder:
+    model = workload.bare_model
+    with applied(model, policy), recorder.watching(model, layers), recorder:
         workload.run_forward()
     recorder.fill_in_seconds()
     return recorder.records

@@ -1,8 +1,12 @@
-"""Units of bytes, seconds and fractions, and how they are printed. Nothing else."""
+"""Units of bytes, seconds and fractions, and how they are printed and read. Nothing else."""
+
+import re
 
 KIB = 2**10
 MIB = 2**20
 GIB = 2**30
+
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i)?)?B\s*", re.IGNORECASE)
 
 
 def format_gib(size_bytes: float) -> str:
@@ -38,6 +42,17 @@ def format_duration(seconds: float) -> str:
 def format_percent(fraction: float) -> str:
     """Returns a fraction as a signed percentage: `+4.1%`."""
     return f"{fraction * 100:+.1f}%"
+
+
+def parse_bytes(text: str) -> int | None:
+    """Returns the bytes of `8GB` (10^9 each) or `22 GiB` (2^30 each); None if it is no size."""
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        return None
+    power = " KMGT".index(match[2].upper()) if match[2] else 0
+    is_binary = match[3] is not None
+    unit_bytes = (1024 if is_binary else 1000) ** power
+    return round(float(match[1]) * float(unit_bytes))
 
 
 def gib_to_bytes(size_gib: float) -> int:

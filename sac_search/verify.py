@@ -29,6 +29,7 @@ from sac_search.apply import PolicyModule, applied
 from sac_search.device import free_cached_memory, synchronize
 from sac_search.failures import NonFiniteLoss
 from sac_search.policy import Policy
+from sac_search.ranks import ALONE, Peers, is_distributed, local_tensor
 from sac_search.records import Verification
 from sac_search.state import buffers_kept, random_states_kept
 from sac_search.workload import Workload
@@ -54,8 +55,11 @@ def verify_policy(
     reference: Policy,
     reference_name: str,
     device: torch.device,
+    peers: Peers = ALONE,
 ) -> Verification:
     """Returns how far `policy` is from `reference` in one step.
+
+    Of tensors that are spread over ranks each rank compares its own part.
 
     Raises:
         NonFiniteLoss: the loss is NaN or infinite, under either policy.
@@ -63,7 +67,7 @@ def verify_policy(
     """
     fixed = _with_replayed_batches(workload)
     with random_states_kept():
-        first = _run_until_finite(fixed, reference, device)
+        first = _run_until_finite(fixed, reference, device, peers)
         # One after the other: the gradients of three runs at once may not fit into main memory.
         noise = _compare(_run(fixed, reference, device), first)
         found = _compare(_run(fixed, policy, device), first)
@@ -142,12 +146,12 @@ def _with_replayed_batches(workload: Workload) -> Workload:
 
 
 def _run_until_finite(
-    workload: Workload, policy: Policy | PolicyModule, device: torch.device
+    workload: Workload, policy: Policy | PolicyModule, device: torch.device, peers: Peers
 ) -> _Run:
     """Runs a step; if gradients overflow, again, so that a gradient scaler finds its scale."""
     run = _run(workload, policy, device)
     for _ in range(_MOST_SCALINGS):
-        if run.is_finite():
+        if not peers.any(not run.is_finite()):
             break
         run = _run(workload, policy, device)
     return run
@@ -158,7 +162,7 @@ def _run(workload: Workload, policy: Policy | PolicyModule, device: torch.device
     if isinstance(workload.batch, _ReplayedBatches):
         workload.batch.rewind()
     with (
-        applied(workload.model, policy),
+        applied(workload.bare_model, policy),
         _gradients_kept(workload) as gradients,
         buffers_kept(workload.model),
         _parameters_kept(workload),
@@ -180,7 +184,7 @@ def _gradients_kept(workload: Workload) -> Iterator[dict[str, torch.Tensor]]:
     What reaches it, not what is left in `.grad`: a step may clip that, or drop it at once.
     """
     gradients: dict[str, torch.Tensor] = {}
-    names = {id(p): n for n, p in workload.model.named_parameters()}
+    names = {id(p): n for n, p in workload.bare_model.named_parameters()}
 
     def keep_as(name: str) -> Callable[[torch.Tensor], None]:
         def keep(gradient: torch.Tensor) -> None:
@@ -189,12 +193,19 @@ def _gradients_kept(workload: Workload) -> Iterator[dict[str, torch.Tensor]]:
 
         return keep
 
+    def keep_grad_as(name: str) -> Callable[[torch.Tensor], None]:
+        keep = keep_as(name)
+        return lambda parameter: keep(parameter.grad) if parameter.grad is not None else None
+
     workload.drop_gradients()
-    handles = [
-        p.register_hook(keep_as(names.get(id(p), f"parameter {index} of the optimizer")))
-        for index, p in enumerate(workload.parameters())
-        if p.requires_grad
-    ]
+    handles = []
+    for index, parameter in enumerate(workload.parameters()):
+        name = names.get(id(parameter), f"parameter {index} of the optimizer")
+        if is_distributed(parameter):
+            # No backward pass goes through it: FSDP2 makes its gradient of what other tensors got.
+            handles.append(parameter.register_post_accumulate_grad_hook(keep_grad_as(name)))
+        elif parameter.requires_grad:
+            handles.append(parameter.register_hook(keep_as(name)))
     with _optimizers_idle():
         try:
             yield gradients
@@ -205,7 +216,7 @@ def _gradients_kept(workload: Workload) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
-    kept = tensor.detach().to("cpu", copy=True)
+    kept: torch.Tensor = local_tensor(tensor.detach()).to("cpu", copy=True)
     return kept if kept.layout is torch.strided else kept.to_dense()
 
 
@@ -243,13 +254,13 @@ def _parameters_kept(workload: Workload) -> Iterator[None]:
     """Puts the parameters back after a step of the user's own, which may change them by hand."""
     kept: list[torch.Tensor] = []
     if workload.step is not None:
-        kept = [p.detach().to("cpu", copy=True) for p in workload.parameters()]
+        kept = [local_tensor(p.detach()).to("cpu", copy=True) for p in workload.parameters()]
     try:
         yield
     finally:
         with torch.no_grad():
             for parameter, value in zip(workload.parameters(), kept, strict=False):
-                parameter.copy_(value)
+                local_tensor(parameter).copy_(value)
 
 
 def _seed_everything() -> None:

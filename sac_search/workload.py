@@ -20,7 +20,10 @@ from typing import Any
 
 import torch
 
-from sac_search.errors import WorkloadError, WorkloadNotFound
+from sac_search import records
+from sac_search.errors import UsageError, WorkloadError, WorkloadNotFound
+from sac_search.ranks import unwrapped
+from sac_search.recipe import parse_recipe
 
 DEFAULT_FACTORY = "workload"
 BUILTIN_SPEC = "sac_search.builtin:workload"
@@ -46,6 +49,13 @@ class Workload:
     """Samples in a step, for the records."""
     sequence_length: int | None = field(default=None, kw_only=True)
     """Tokens (or positions) in a sample, for the records."""
+    notes: Sequence[str] = field(default=(), kw_only=True)
+    """Sentences about it that the user should read."""
+
+    @property
+    def bare_model(self) -> torch.nn.Module:
+        """The model without DistributedDataParallel around it, by whose names layers are known."""
+        return unwrapped(self.model)
 
     def next_batch(self) -> Any:
         """Returns the batch, or the next one when `batch` is a callable."""
@@ -135,8 +145,10 @@ class Factory:
     """The user's function."""
     name: str
     """`train.py:workload`, as a person would type it."""
-    source_hash: str
-    """SHA-256 of the text of the file that holds it."""
+    path: Path | None = None
+    """The file that holds it; None for one that was never in a file."""
+    folder: Path | None = None
+    """The folder of that file, or the one that holds its package."""
 
     @property
     def takes_device(self) -> bool:
@@ -159,24 +171,92 @@ def load_factory(spec: str) -> Factory:
         WorkloadNotFound: no such file, module or factory.
         WorkloadError: importing the file raised.
     """
+    require_file(spec)
     location, factory_name = split_spec(spec)
-    module = _import_file(Path(location)) if _names_file(location) else _import_module(location)
-    function = getattr(module, factory_name, None)
+    is_file = _names_file(location)
+    module = _import_file(Path(location)) if is_file else _import_module(location)
+    function = _run_import(lambda: getattr(module, factory_name, None), location)
     if not callable(function):
         raise WorkloadNotFound(_no_factory_message(location, factory_name, module))
-    path = getattr(module, "__file__", None)
-    source = Path(path).read_bytes() if path else b""
+    # Not by what the module says of itself: its code may have changed that.
+    path = Path(location).resolve() if is_file else _file_of(module)
+    packages = 0 if is_file else location.count(".")
+    packages += path is not None and path.name == "__init__.py"
     return Factory(
         function=function,
         name=f"{location}:{factory_name}",
-        source_hash=hashlib.sha256(source).hexdigest(),
+        path=path,
+        folder=path.parents[packages] if path is not None else None,
     )
 
 
+def hash_sources(factory: Factory) -> str:
+    """Returns the SHA-256 of the texts that the workload is made of, as far as they are loaded.
+
+    That is the factory's file and the modules that lie beside or below it: not what is installed,
+    and not exported policies, which a search may write anew.
+    """
+    found = hashlib.sha256(factory.path.read_bytes() if factory.path is not None else b"")
+    if factory.path is None or factory.folder is None:
+        return found.hexdigest()
+    others = {
+        path
+        for module in list(sys.modules.values())
+        if (path := _source_of(module)) is not None
+        and path != factory.path
+        and path.is_relative_to(factory.folder)
+        and not {"site-packages", "dist-packages"} & set(path.parts)
+        and not path.is_relative_to(Path(__file__).parent)
+        and not _is_exported(module)
+    }
+    for path in sorted(others):
+        found.update(os.fsencode(path.relative_to(factory.folder)))
+        found.update(path.read_bytes())
+    return found.hexdigest()
+
+
+def _is_exported(module: ModuleType) -> bool:
+    meta = vars(module).get("META")
+    return isinstance(meta, dict) and "sac_search_version" in meta
+
+
+def _source_of(module: ModuleType) -> Path | None:
+    path = _file_of(module)
+    return path if path is not None and path.suffix == ".py" else None
+
+
+def _file_of(module: ModuleType) -> Path | None:
+    name = vars(module).get("__file__") if isinstance(module, ModuleType) else None
+    if not isinstance(name, str) or not os.path.isfile(name):
+        return None
+    return Path(name).resolve()
+
+
+def canonical_spec(spec: str) -> str:
+    """Returns one spelling of `spec`: `./train.py` and `train.py:workload` are `train.py`."""
+    recipe = parse_recipe(spec)
+    if recipe is not None:
+        return recipe.canonical().spec
+    location, factory_name = split_spec(spec)
+    if not _names_file(location):
+        return spec
+    path, here = Path(location).resolve(), Path.cwd().resolve()
+    location = (path.relative_to(here) if path.is_relative_to(here) else path).as_posix()
+    return location if factory_name == DEFAULT_FACTORY else f"{location}:{factory_name}"
+
+
 def require_file(spec: str) -> None:
-    """Raises WorkloadNotFound if `spec` names a file that is not there; imports nothing."""
+    """Raises UsageError if `spec` names a file that is not there, or no config; imports nothing."""
+    recipe = parse_recipe(spec)
+    if recipe is not None:
+        recipe.require()
+        return
     location, _ = split_spec(spec)
-    if _names_file(location) and not Path(location).is_file():
+    if location != records.spell_out(location):
+        raise WorkloadNotFound(
+            f"the name {location!r} is not UTF-8, so it cannot be recorded; rename the file"
+        )
+    if _names_file(location) and not os.path.isfile(location):
         raise WorkloadNotFound(_no_file_message(Path(location)))
 
 
@@ -195,7 +275,8 @@ def build_workload(
 
     Raises:
         WorkloadError: the factory raised, returned something else, or every parameter is frozen.
-        WorkloadNotFound: a batch size was asked for and the factory takes none.
+        UsageError: a batch size was asked for and the factory takes none, or a recipe cannot be
+            followed.
     """
     keywords: dict[str, Any] = {}
     if factory.takes_device:
@@ -209,13 +290,10 @@ def build_workload(
         keywords["batch_size"] = batch_size
     try:
         workload = factory.function(**keywords)
-    except WorkloadError:
+    except (WorkloadError, UsageError, KeyboardInterrupt):
         raise
-    except (Exception, SystemExit) as error:
-        raise WorkloadError(
-            f"{factory.name} raised {type(error).__name__}: {error}",
-            user_traceback=format_user_traceback(error),
-        ) from error
+    except BaseException as error:
+        raise _raised(factory.name, error) from error
     check_workload(workload, factory.name)
     return workload  # type: ignore[no-any-return]
 
@@ -240,7 +318,15 @@ def check_workload(workload: Any, name: str) -> None:
             f"{name}: optimizer is a {type(workload.optimizer).__name__}, "
             "not a torch.optim.Optimizer"
         )
-    if not any(p.requires_grad for p in workload.parameters()):
+    try:
+        are_trained = [p.requires_grad for p in workload.parameters()]
+    except (AttributeError, KeyError, TypeError) as error:
+        raise WorkloadError(
+            f"{name}: the parameters of its model and optimizer cannot be listed "
+            f"({type(error).__name__}: {error}); the model must have called super().__init__(), "
+            "and optimizer.param_groups must be that of a torch.optim.Optimizer"
+        ) from error
+    if not any(are_trained):
         raise WorkloadError(
             f"{name}: no parameter requires grad, so there is nothing to train; "
             "unfreeze some with requires_grad_(True)"
@@ -263,14 +349,17 @@ def _is_ours(filename: str) -> bool:
 
 
 def _keywords(function: Callable[..., Any]) -> set[str]:
-    parameters = inspect.signature(function).parameters.values()
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (ValueError, TypeError):  # a class or function written in C may not tell
+        return set()
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
         return {"device", "batch_size"}
     return {p.name for p in parameters if p.kind is not inspect.Parameter.POSITIONAL_ONLY}
 
 
 def _names_file(location: str) -> bool:
-    return location.endswith(".py") or "/" in location or Path(location).is_file()
+    return location.endswith(".py") or "/" in location or os.path.isfile(location)
 
 
 def _no_file_message(path: Path) -> str:
@@ -281,15 +370,15 @@ def _no_file_message(path: Path) -> str:
 
 
 def _import_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise WorkloadNotFound(_no_file_message(path))
     path = path.resolve()
     _allow_imports_from(str(path.parent))  # the file's neighbours
     name = path.stem if path.stem.isidentifier() and not _is_known(path.stem) else "_sac_workload"
     import_spec = importlib.util.spec_from_file_location(name, path)
     if import_spec is None or import_spec.loader is None:
         raise WorkloadNotFound(f"{str(path)!r} is not a Python file")
-    module = importlib.util.module_from_spec(import_spec)
+    module: ModuleType = _run_import(
+        lambda: importlib.util.module_from_spec(import_spec), str(path)
+    )
     sys.modules[name] = module
     _run_import(lambda: import_spec.loader.exec_module(module), str(path))  # type: ignore[union-attr]
     return module
@@ -326,7 +415,9 @@ def _module_exists(name: str) -> bool:
     except ModuleNotFoundError as error:
         # Is it the package itself that is missing, or something that it imports?
         return not f"{name}.".startswith(f"{error.name}.")
-    except (Exception, SystemExit):
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
         return True  # the package raises, as the import will
 
 
@@ -340,21 +431,30 @@ def _no_module_message(name: str) -> str:
 def _run_import(run: Callable[[], Any], name: str) -> Any:
     try:
         return run()
-    except WorkloadError:
+    except (WorkloadError, KeyboardInterrupt):
         raise
-    except (Exception, SystemExit) as error:
-        raise WorkloadError(
-            f"importing {name} raised {type(error).__name__}: {error}",
-            user_traceback=format_user_traceback(error),
-        ) from error
+    except BaseException as error:
+        raise _raised(f"importing {name}", error) from error
+
+
+def _raised(what: str, error: BaseException) -> WorkloadError:
+    """Returns what is said of an exception of the user's code, whatever that is made of."""
+    try:
+        text = str(error)
+    except Exception:
+        text = "(its text cannot be made)"
+    return WorkloadError(
+        f"{what} raised {type(error).__name__}: {text}",
+        user_traceback=format_user_traceback(error),
+    )
 
 
 def _no_factory_message(location: str, factory_name: str, module: ModuleType) -> str:
     candidates = [
         name
-        for name, value in vars(module).items()
+        for name, value in getattr(module, "__dict__", {}).items()
         if inspect.isfunction(value)
-        and value.__module__ == module.__name__
+        and value.__module__ == getattr(module, "__name__", None)
         and not name.startswith("_")
     ]
     hint = f"; it has: {', '.join(candidates)}" if candidates else ""

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import sqlalchemy
 import torch
+import torch._dynamo
+import torch.fx.experimental.symbolic_shapes
+import torch.profiler
+
+# As in a worker: measurements collect garbage often, and need not look at what torch has imported.
+gc.collect()
+gc.freeze()
 
 
 @pytest.fixture(autouse=True)

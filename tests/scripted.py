@@ -179,6 +179,8 @@ class ScriptedMeasurer:
     """The steps and the keys of every comparison."""
     verified: list[str] = field(default_factory=list)
     notes: tuple[str, ...] = ()
+    usable_bytes: int | None = None
+    """Memory that the process could get."""
     forecast_factor: float | None = None
     """How far forecasts of the peak are off; None when peaks cannot be told without measuring."""
     price_factor: Callable[[str], float] = lambda label: 1.0
@@ -189,7 +191,11 @@ class ScriptedMeasurer:
 
     def describe(self) -> Description:
         return Description(
-            environment=self.environment, layers=self.layers, reference="full", notes=self.notes
+            environment=self.environment,
+            layers=self.layers,
+            reference="full",
+            notes=self.notes,
+            usable_bytes=self.usable_bytes,
         )
 
     def measure(self, policy: Policy) -> Outcome:

@@ -45,6 +45,7 @@ from sac_search.study.baselines import BASELINE_NAMES, FULL, NONE
 from sac_search.study.candidate import Candidate
 from sac_search.study.result import SearchResult, floor_of
 from sac_search.study.sampler import SamplerName
+from sac_search.study.store import open_study
 
 BUDGET_MIB = 120  # none peaks at 173.2 MiB, full at 74.2 MiB
 
@@ -397,6 +398,40 @@ def test_a_workload_that_fails_either_way_is_the_workloads_fault(tmp_path: Path)
     assert "step raised" in str(caught.value) and "on paper" in str(caught.value)
     assert "--fresh" in str(caught.value)
     assert len(measurer.order) == 2
+
+
+def test_baselines_that_fail_alike_end_the_search(tmp_path: Path) -> None:
+    def fail(policy: Policy) -> FailureKind | None:
+        return FailureKind.MUTATED_SAVED_TENSOR if any(t.classes for t in policy.tiers) else None
+
+    measurer = ScriptedMeasurer(fail=fail)
+    with pytest.raises(WorkloadError, match="3 baselines failed in the same way") as caught:
+        search(tmp_path, measurer)
+    assert "changed in place later" in str(caught.value)
+    assert "add --fresh" in str(caught.value)
+    # What did run is kept, and so are the three failures.
+    failures = [c.failure for c in open_study(tmp_path / "gpt").candidates()]
+    assert len(failures) == len(measurer.order)
+    assert sum(failure is not None for failure in failures) == 3
+
+
+@pytest.mark.parametrize("kind", [FailureKind.OUT_OF_MEMORY, FailureKind.HOST_OUT_OF_MEMORY])
+def test_baselines_that_run_out_of_memory_do_not(tmp_path: Path, kind: FailureKind) -> None:
+    def fail(policy: Policy) -> FailureKind | None:
+        return kind if any(t.classes for t in policy.tiers) else None
+
+    assert search(tmp_path, ScriptedMeasurer(fail=fail)).best is not None
+
+
+@pytest.mark.parametrize(("usable_bytes", "is_said"), [(10 * MIB, True), (2**40, False)])
+def test_a_budget_above_what_the_device_has_left_is_said(
+    tmp_path: Path, usable_bytes: int, is_said: bool
+) -> None:
+    listener = Listener()
+    result = search(tmp_path, ScriptedMeasurer(usable_bytes=usable_bytes), listener=listener)
+    said = [note for note in listener.notes if "will run out of memory" in note]
+    assert len(said) == is_said
+    assert list(result.notes) == said
 
 
 def test_one_end_that_runs_is_enough(tmp_path: Path) -> None:

@@ -561,6 +561,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
 
     def forecast_spec(spec: str, options: Any, device: str | None, progress: Any) -> None:
         found.append((spec, device))
+        progress.on_phase("load")
         raise errors.NoPolicyFits("as told")
 
     monkeypatch.setattr(api, "search_spec", search_spec)

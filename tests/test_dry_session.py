@@ -22,7 +22,13 @@ from sac_search.records import Phase
 from sac_search.trace import LayerTrace, trace_layers
 from sac_search.worker.dry_session import DrySession
 from sac_search.worker.session import SessionSettings
-from sac_search.workload import BUILTIN_SPEC, Workload, build_workload, load_factory
+from sac_search.workload import (
+    BUILTIN_SPEC,
+    Workload,
+    build_workload,
+    hash_sources,
+    load_factory,
+)
 
 RATES = find_rates("A10")
 CPU = torch.device("cpu")
@@ -136,7 +142,7 @@ def test_the_description_is_that_of_the_real_workload_on_another_device(write: W
     assert environment.device_memory_bytes == RATES.memory_bytes
     assert (environment.batch_size, environment.dtype) == (2, "float32")
     assert environment.parameter_count == sum(p.numel() for p in workload.parameters())
-    assert environment.workload_source_hash == load_factory(settings.spec).source_hash
+    assert environment.workload_source_hash == hash_sources(load_factory(settings.spec))
     assert description.reference == "none"
     assert RATES.source in description.notes[0]
 

@@ -102,7 +102,7 @@ def test_a_workload_that_cannot_be_checkpointed_or_planned_says_so() -> None:
     failing = ScriptedMeasurer(fail=lambda policy: FailureKind.TIMEOUT)
     with pytest.raises(WorkloadError, match="does not run with its layers checkpointed"):
         find_frontier(failing, points=4, tiers=2, measure=False)
-    with pytest.raises(WorkloadError, match="no policy could be planned"):
+    with pytest.raises(WorkloadError, match="No policy could be planned"):
         find_frontier(ScriptedMeasurer(), points=4, tiers=2, measure=False)
 
 

@@ -21,6 +21,7 @@ from sac_search.workload import (
     Workload,
     build_workload,
     check_workload,
+    hash_sources,
     load_factory,
     require,
     require_file,
@@ -73,7 +74,7 @@ def tiny_workload(**changes: Any) -> Workload:
 
 
 def factory_of(function: Callable[..., Any]) -> Factory:
-    return Factory(function=function, name="train.py:workload", source_hash="")
+    return Factory(function=function, name="train.py:workload")
 
 
 # --- finding the factory --------------------------------------------------------------------------
@@ -100,7 +101,7 @@ def test_the_factory_of_a_file(write: Write) -> None:
     path = write(TINY, after="def workload(device): return make()")
     factory = load_factory(str(path))
     assert factory.name == f"{path}:workload"
-    assert factory.source_hash == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert hash_sources(factory) == hashlib.sha256(path.read_bytes()).hexdigest()
     assert isinstance(build_workload(factory, CPU), Workload)
 
 

@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import tempfile
 from pathlib import Path
 
 from sac_search.errors import UsageError
+
+
+def require_writable(path: Path) -> None:
+    """Makes the folder of `path`, so that long work is not begun whose result cannot be written.
+
+    Raises:
+        UsageError: `write_whole` could not write it.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}."):
+            pass
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    except OSError as error:
+        raise _unwritable(path, error) from error
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -33,4 +50,8 @@ def write_whole(path: Path, text: str) -> None:
                 os.unlink(temporary)
             raise
     except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror or error}") from error
+        raise _unwritable(path, error) from error
+
+
+def _unwritable(path: Path, error: OSError) -> UsageError:
+    return UsageError(f"{path} cannot be written: {error.strerror or error}")

@@ -13,13 +13,39 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sac_search import policy_runtime, records
+from sac_search.export import exported
 from sac_search.policy import Policy, Tier, describe_tier
 
 _USAGE = """
 In the training script, before torch.compile, DDP or fully_shard:
 
     import {module}
-    {module}.apply(model)
+    {module}.apply(model)  # {module}.remove(model) undoes it
+
+A transformers model wants {module}.apply_hf(model) instead. Leave the frameworks' own checkpointing
+off; then, in
+
+  Trainer, TRL, PEFT    {module}.apply_hf(model)  # the PEFT model, or what it will wrap
+                        Trainer(model, args)  # gradient_checkpointing=True does nothing now
+  accelerate            {module}.apply(model)  # FSDP2: leave fsdp_activation_checkpointing false
+                        model, optimizer = accelerator.prepare(model, optimizer)
+  Lightning             def configure_model(self):
+                            {module}.apply(self.net)
+  diffusers             {module}.apply_hf(pipeline.transformer)
+    by its hooks        unet.enable_gradient_checkpointing({module}.checkpoint_fn_for(unet))
+  timm                  model = timm.create_model(...)  # and no set_grad_checkpointing()
+                        {module}.apply(model)
+  torchtitan            {module}.apply(model)  # in parallelize_fn, in place of ac_config's
+    layer by layer      def _wrap_block(self, module, *, base_fqn=None):
+                            return {module}.wrap(module, base_fqn)
+  torch.compile         {module}.apply(model)
+                        model = torch.compile(model)
+  DDP                   {module}.apply(model)
+                        model = DistributedDataParallel(model)
+  FSDP2                 {module}.apply(model)  # then torch.compile, then
+                        for layer in model.layers: fully_shard(layer)
+  torch's own way       apply_activation_checkpointing(
+                            model, {module}.wrapper_fn_for(model), {module}.check_fn_for(model))
 
 or by hand, layer by layer:
 
@@ -27,7 +53,7 @@ or by hand, layer by layer:
     out = checkpoint(layer, x, use_reentrant=False{context_fn})
 """
 
-_TAIL = '''
+_DATA = """
 
 # The layers that are checkpointed (fully qualified names), each with the index of its tier.
 LAYERS = {layers}
@@ -37,83 +63,7 @@ META = {meta}
 
 TIERS = ({tiers})
 {functions}
-
-def apply(model: torch.nn.Module) -> torch.nn.Module:
-    """Checkpoints the policy's layers of `model` and returns the model.
-
-    Parameter names, state-dict keys and `isinstance` answers stay as they are.
-
-    Raises:
-        ValueError: the model lacks some of the layers, or one of them is checkpointed already or
-            has a forward of its own. Nothing is changed then.
-    """
-    modules = dict(model.named_modules())
-    missing = [name for name in LAYERS if name not in modules]
-    if missing:
-        raise ValueError(
-            f"{{type(model).__name__}} has no layer {{', '.join(missing[:5])}}"
-            + (f" and {{len(missing) - 5}} more" if len(missing) > 5 else "")
-            + ". The policy was made for a model with these names: apply it before the model is "
-            "wrapped, or search again for this one."
-        )
-    _warn_of_device(model)
-    done = []
-    try:
-        for name, tier in LAYERS.items():
-            checkpoint_layer(modules[name], _CONTEXT_FNS[tier])
-            done.append(modules[name])
-    except BaseException:
-        for module in done:
-            restore_layer(module)
-        raise
-    return model
-
-
-def remove(model: torch.nn.Module) -> torch.nn.Module:
-    """Undoes `apply` exactly and returns the model.
-
-    Raises:
-        ValueError: another library changed a layer's class since.
-    """
-    for module in model.modules():
-        restore_layer(module)
-    return model
-
-
-def _warn_of_device(model: torch.nn.Module) -> None:
-    device = next((parameter.device for parameter in model.parameters()), None)
-    made_for = META["environment"]
-    if device is None or device.type == "meta":
-        return
-    if device.type != made_for["device"]:
-        _warn(f"it was measured on {{made_for['device_name']}}, and this model is on {{device}}", 4)
-    elif device.type != "cpu":
-        try:
-            name = torch.get_device_module(device).get_device_name(device)
-        except (AttributeError, RuntimeError):  # a backend that tells no name
-            return
-        if name != made_for["device_name"]:
-            _warn(f"it was measured on {{made_for['device_name']}}, and this is {{name}}", 4)
-
-
-def _warn(difference: str, stacklevel: int = 3) -> None:
-    warnings.warn(
-        f"sac-search policy {{META['study_name']!r}}: {{difference}}. Results stay right; memory "
-        "and time may differ.",
-        stacklevel=stacklevel,
-    )
-
-
-def _release(version: str) -> str:
-    return ".".join(version.split(".")[:2])
-
-
-if _release(torch.__version__) != _release(META["environment"]["torch_version"]):
-    _warn(
-        f"it was made with torch {{META['environment']['torch_version']}}, and this is "
-        f"{{torch.__version__}}"
-    )
-'''
+"""
 
 _TIER_FUNCTIONS = '''
 
@@ -157,7 +107,7 @@ def render_module(
         )
         for index, tier in enumerate(tiers)
     )
-    tail = _TAIL.format(
+    data = _DATA.format(
         layers=_literal(layers),
         meta=_literal(full_meta),
         tiers="\n    " + "\n    ".join(_render_tier(tier) for tier in tiers) + "\n",
@@ -166,17 +116,26 @@ def render_module(
     # By hand, too, a tier that saves nothing is plain checkpointing.
     context_fn = "" if tiers[0].is_plain else f", context_fn={module_name}.context_fn"
     usage = _USAGE.format(module=module_name, context_fn=context_fn)
-    text = _docstring("\n".join(headline) + "\n" + usage) + _runtime_text() + tail
+    text = (
+        _docstring("\n".join(headline) + "\n" + usage) + _runtime_text() + data + _functions_text()
+    )
     ast.parse(text)
     return text
 
 
 def _runtime_text() -> str:
-    source = inspect.getsource(policy_runtime)
-    body = source.split("from __future__ import annotations\n", 1)[1]
-    return "from __future__ import annotations\n" + body.replace(
-        "import functools\n", "import functools\nimport warnings\n", 1
-    )
+    body = inspect.getsource(policy_runtime).split("from __future__ import annotations\n", 1)[1]
+    for old, new in (
+        ("import functools\n", "import functools\nimport warnings\n"),
+        ("from typing import Any\n", "from typing import Any, NamedTuple\n"),
+    ):
+        assert old in body
+        body = body.replace(old, new, 1)
+    return "from __future__ import annotations\n" + body
+
+
+def _functions_text() -> str:
+    return inspect.getsource(exported).partition("\n\n# ---")[2].partition("\n\n")[2]
 
 
 def _render_tier(tier: Tier) -> str:

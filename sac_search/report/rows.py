@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -212,7 +213,7 @@ def _forecast_line(result: SearchResult) -> str:
 
 def _against_bound(result: SearchResult) -> str:
     bound_seconds, best = result.lower_bound_seconds, result.best
-    if bound_seconds is None or best is None or best.step_seconds is None:
+    if not bound_seconds or best is None or best.step_seconds is None:
         return ""
     distance = best.step_seconds / bound_seconds - 1
     where = f"Within {100 * distance:.1f}% of the planner's bound"
@@ -242,16 +243,17 @@ def _middle_gib(low_bytes: int, high_bytes: int) -> str:
     """Returns a budget between the two with as few digits as it takes."""
     middle_gib = (low_bytes + high_bytes) / 2 / units.GIB
     texts = [f"{middle_gib:.{digits}g}" for digits in range(2, 18)]
-    return next(t for t in texts if low_bytes < float(t) * units.GIB < high_bytes)
+    between = (t for t in texts if low_bytes < float(t) * units.GIB < high_bytes)
+    return next(between, texts[-1])
 
 
 def _against(result: SearchResult, name: str) -> str:
     other = result.full if name == FULL else result.none
     best = result.best
-    if other is None or other.step_seconds is None or best is None or best.step_seconds is None:
+    if other is None or not other.step_seconds or best is None or best.step_seconds is None:
         return ""
     assert other.measurement is not None and best.measurement is not None
-    if other.policy.key == best.policy.key:
+    if other.policy.key == best.policy.key or not other.measurement.peak_bytes:
         return ""
     change = units.format_percent(best.step_seconds / other.step_seconds - 1)
     saved = units.format_percent(best.measurement.peak_bytes / other.measurement.peak_bytes - 1)
@@ -273,8 +275,44 @@ def closing_lines(result: SearchResult) -> list[str]:
         f"{result.stop_reason}.",
         f"Clock: {_CLOCKS[result.environment.clock]}.",
     ]
+    lines += _failure_lines(result)
+    lines += _memory_lines(result)
     lines += [f"Rejected: {reason}" for reason in result.rejected]
     return lines + _file_lines(result)
+
+
+def _failure_lines(result: SearchResult) -> list[str]:
+    """Returns a line per way in which trials failed: how many, and what to do about it."""
+    failures = [
+        c.failure for c in result.candidates if c.failure is not None and not c.is_ruled_out
+    ]
+    counts = collections.Counter(failure.kind for failure in failures)
+    advice = {failure.kind: failure.advice for failure in failures}
+    return [f"Failed, {kind}: {count}. {advice[kind]}" for kind, count in counts.most_common()]
+
+
+def _memory_lines(result: SearchResult) -> list[str]:
+    """Returns what the allocator's figures of the winner warn of."""
+    measurement = None if result.best is None else result.best.measurement
+    if measurement is None:
+        return []
+    lines = []
+    if measurement.alloc_retries:
+        lines.append(
+            f"The allocator freed its cache and tried again {measurement.alloc_retries} times in "
+            "the winner's step: the device is full. A smaller budget may be faster."
+        )
+    reserved_bytes, allocated_bytes = measurement.reserved_bytes, measurement.allocated_bytes
+    if reserved_bytes is not None and reserved_bytes - allocated_bytes > max(
+        _FRAGMENTED_FRACTION * allocated_bytes, _FRAGMENTED_BYTES
+    ):
+        lines.append(
+            f"The allocator holds {units.format_gib(reserved_bytes)} for "
+            f"{units.format_gib(allocated_bytes)} of tensors: memory is fragmented. "
+            "PYTORCH_ALLOC_CONF=expandable_segments:True may lower the peak; it is another "
+            "environment, so search anew with it."
+        )
+    return lines
 
 
 def _closing_lines_of_forecast(result: SearchResult) -> list[str]:
@@ -294,6 +332,10 @@ def _file_lines(result: SearchResult) -> list[str]:
         f"Next: copy {policy_path} beside your training script; import policy; policy.apply(model)",
     ]
 
+
+# Reserved above allocated memory by more than this, the smaller of a part and bytes, is much.
+_FRAGMENTED_FRACTION = 0.15
+_FRAGMENTED_BYTES = 256 * 2**20
 
 _CLOCKS = {
     "cpu": "processor time of one process (--clock wall for elapsed time)",

@@ -106,6 +106,7 @@ class SearchProgress:
         self._live = console.is_terminal and not quiet
         self._best_seconds: float | None = None
         self._best_peak_bytes: int | None = None
+        self._note_at_start = ""
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=20),
@@ -130,8 +131,15 @@ class SearchProgress:
     ) -> None:
         self._progress.stop()
 
+    def note_at_start(self, text: str) -> None:
+        """Something that the user should read, unless the arguments turn out to be wrong."""
+        self._note_at_start = text
+
     def on_phase(self, name: str, total: int | None = None) -> None:
         """A new stage begins; `total` is the number of trials it may take."""
+        if self._note_at_start:
+            self._print(self._note_at_start)
+            self._note_at_start = ""
         self._progress.update(self._task, description=name)
         if total is not None:
             self._progress.update(self._task, total=total)

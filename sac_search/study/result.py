@@ -87,8 +87,8 @@ class SearchResult:
     def overhead_of(self, candidate: Candidate) -> float | None:
         """Returns the step time above that without checkpointing, as a fraction of it."""
         none = self.none
-        if none is None or none.step_seconds is None or candidate.step_seconds is None:
-            return None
+        if none is None or not none.step_seconds or candidate.step_seconds is None:
+            return None  # a coarse clock may say that a step takes no time
         return candidate.step_seconds / none.step_seconds - 1
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import random
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -76,6 +79,8 @@ class Search:
     """How long and how."""
     on_candidate: OnCandidate = lambda candidate, trials_done: None
     """Told of every new candidate and of the trials done so far."""
+    claiming: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+    """Held while a trial says what it measures, so that no two searches say the same at once."""
     _deadline: float | None = None
     _known: dict[str, Candidate] = field(default_factory=dict)
     _asked: dict[str, Assignment] = field(default_factory=dict)
@@ -86,10 +91,10 @@ class Search:
     _repeats: int = 0
     _ruled_out: int = 0
     _stop_reason: str = ""
+    _read_trials: int = 0
 
     def __post_init__(self) -> None:
         self.store.keep_decisions(self.space.decisions)
-        self.store.fail_abandoned_trials()
         self._known = {c.policy.key: c for c in self.store.candidates()}
         self._asked = self._assignments_asked()
         if self.space.size <= _LISTABLE_SIZE:
@@ -102,6 +107,7 @@ class Search:
 
         Full first: it fits if anything does, so its time is there when a failure is to be told.
         """
+        self._known.update((c.policy.key, c) for c in self.store.candidates())
         ends = {b.name: b for b in baselines(self.space) if b.name in (NONE, FULL)}
         for name in (FULL, NONE):
             if name in ends:
@@ -144,22 +150,25 @@ class Search:
         if assignment is not None and self.space.policy_of(choices).key not in self._known:
             self._measure_enqueued(assignment, {"plan": name})
 
-    def run(self) -> str:
-        """Measures plans and the baselines that are left, and searches. Returns why it stopped."""
-        reason = self._run()
-        self._write_bound()
-        return reason
+    def measure_baselines(self, until: Callable[[list[Candidate]], None] = lambda _: None) -> None:
+        """Measures the plans and every baseline, as far as time allows.
 
-    def _run(self) -> str:
+        `until` is given the baselines so far after each, and may raise. Only one search of a study
+        at a time: see `sharing.turn`.
+        """
         self.measure_first()
         self.measure_plans()
         for baseline in baselines(self.space):
-            if self._is_out_of_time():
-                return self._stop_reason
-            self._measure_baseline(baseline)
-        if self.is_finished():
-            return self._stop_reason
-        self._optimize(self._propose, count=None, callbacks=[self._stop_when_finished])
+            if not self._is_out_of_time():
+                self._measure_baseline(baseline)
+                until([c for c in self._known.values() if c.is_baseline])
+
+    def run(self) -> str:
+        """Measures plans and the baselines that are left, and searches. Returns why it stopped."""
+        self.measure_baselines()
+        if not self.is_finished():
+            self._optimize(self._propose, count=None, callbacks=[self._stop_when_finished])
+        self._write_bound()
         return self._stop_reason
 
     def is_finished(self) -> bool:
@@ -207,13 +216,15 @@ class Search:
         return self._advisor
 
     def _advise(self, generator: np.random.Generator) -> Assignment | None:
+        self._learn_from_others()
         advisor = self._ready_advisor()
         if advisor is None:
             return None
         best = rank(self._known.values(), self.store.budget_bytes)[:_BEST_TO_LOOK_AROUND]
         starts = [self._asked[c.policy.key] for c in best if c.policy.key in self._asked]
-        found = advisor.propose(self._known, generator, starts)
-        if found is None:
+        others = self.store.claims()
+        found = advisor.propose(self._known.keys() | others, generator, starts)
+        if found is None and not others:
             self.store.write("is_exhausted", True)
         return found
 
@@ -276,7 +287,7 @@ class Search:
         # Trials that an earlier run left in the queue come first.
         for _ in range(1 + len(trials)):
             self._optimize(self._propose, count=1, callbacks=[])
-            if key in self._known:
+            if key in self._known or key in self.store.claims():
                 return
 
     # --- trials -----------------------------------------------------------------------------------
@@ -299,16 +310,15 @@ class Search:
                 decisions=self.space.decisions,
                 propose=self._advise,
             )
-            study.optimize(objective, n_trials=count, callbacks=callbacks)
+            study.optimize(objective, n_trials=count, callbacks=callbacks, catch=(_Claimed,))
 
     def _propose(self, trial: optuna.Trial) -> float:
         interrupts.raise_if_unseen()
         assignment = {decision.name: suggest(trial, decision) for decision in self.space.decisions}
         policy = self.space.policy_for(assignment)
-        known = self._known.get(policy.key)
         self._asked[policy.key] = assignment
-        trial.set_user_attr("policy", records.to_builtins(policy))
-        trial.set_user_attr("policy_text", policy.describe())
+        self._claim(trial, policy)
+        known = self._known.get(policy.key)
         if known is None:
             self._repeats = 0
             # Baselines are measured whatever their forecast says: all is held against them.
@@ -319,6 +329,31 @@ class Search:
             outcome = known.outcome
             trial.set_user_attr("same_as", known.name)
         return self._write(trial, policy, outcome, is_new=known is None)
+
+    def _claim(self, trial: optuna.Trial, policy: Policy) -> None:
+        """Says that this trial measures `policy`, unless another search is doing so."""
+        with self.claiming():
+            trial.set_user_attr("policy", records.to_builtins(policy))
+            is_taken = policy.key in self.store.claims(but=trial.number)
+        trial.set_user_attr("policy_text", policy.describe())
+        self._learn_from_others()
+        if is_taken and policy.key not in self._known:
+            self._repeats += 1
+            trial.set_user_attr("outcome_text", "another search of this study measures it")
+            raise _Claimed
+
+    def _learn_from_others(self) -> None:
+        """Takes over what other searches of this study have measured by now."""
+        with storage_errors_named(self.store.path):
+            trials = self.store.study.get_trials(deepcopy=False)
+        for trial in trials[self._read_trials :]:
+            candidate = self.store.trial_candidate(trial)
+            if candidate is not None and candidate.policy.key not in self._known:
+                self._known[candidate.policy.key] = candidate
+                self._has_news = True
+                self.on_candidate(candidate, len(self.trial_candidates()))
+        finished = (trial.state.is_finished() for trial in trials[self._read_trials :])
+        self._read_trials += len(list(itertools.takewhile(bool, finished)))
 
     def _write(
         self, trial: optuna.Trial, policy: Policy, outcome: Outcome, *, is_new: bool
@@ -439,6 +474,10 @@ class Search:
             {n: int(v) for n, v in t.params.items()} for t in trials if t.params.keys() == names
         )
         return {self.space.policy_for(assignment).key: assignment for assignment in asked}
+
+
+class _Claimed(Exception):
+    """Another search measures the same policy: this trial ends without figures."""
 
 
 def _is_waiting(trial: optuna.trial.FrozenTrial, attributes: dict[str, str]) -> bool:

@@ -10,14 +10,12 @@ import functools
 import os
 import re
 import sqlite3
-import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
 import optuna
 import sqlalchemy.exc
 from optuna.trial import FrozenTrial, TrialState
@@ -25,19 +23,19 @@ from optuna.trial import FrozenTrial, TrialState
 from sac_search import records, units
 from sac_search.errors import EnvironmentMismatch, StudyError, StudyFileError, StudyNotFound
 from sac_search.policy import Policy
-from sac_search.records import SCHEMA_VERSION, Environment, Evidence, Outcome, Verification
+from sac_search.records import SCHEMA_VERSION, Bytes, Environment, Evidence, Outcome, Verification
 from sac_search.space import Decision
 from sac_search.study.candidate import Candidate, drift_free_seconds
 from sac_search.trace import LayerTrace
 
-if sys.platform != "win32":
-    import fcntl
-
 DATABASE_NAME = "study.db"
 # The name of the constraint in every trial: at most zero when the policy fits.
 CONSTRAINT = "peak_over_budget_gib"
-_LOCK_NAME = ".lock"
 _LOCK_TIMEOUT_SECONDS = 60
+# A search says this often that it is alive; a trial of one that is silent for the grace period is
+# given up by the others.
+_HEARTBEAT_SECONDS = 60
+_GRACE_SECONDS = 300
 _REFERENCE_PREFIX = "baseline: "
 _FORECAST_PREFIX = "forecast: "
 
@@ -52,6 +50,10 @@ class Confirmation:
     """Keys of their policies."""
     outcomes: tuple[Outcome, ...]
     """Their figures, in the same order."""
+
+    def __post_init__(self) -> None:
+        if len(self.keys) != len(self.outcomes):
+            raise ValueError(f"{len(self.keys)} policies have {len(self.outcomes)} outcomes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +70,8 @@ class Verified:
 class _Tried:
     policy: Policy
     outcome: Outcome
+    baseline: str | None = None
+    plan: str | None = None
     imported_from: str | None = None
 
 
@@ -76,6 +80,10 @@ class _Forecast:
     policy: Policy
     outcome: Outcome
     is_baseline: bool
+
+    def __post_init__(self) -> None:
+        if self.outcome.measurement is None:
+            raise ValueError("a forecast has no figures")
 
 
 class StudyStore:
@@ -101,7 +109,7 @@ class StudyStore:
     @functools.cached_property
     def budget_bytes(self) -> int:
         """The budget that the study was made for."""
-        return int(self._attribute("budget_bytes", int))
+        return self._attribute("budget_bytes", Bytes)
 
     @functools.cached_property
     def environment(self) -> Environment:
@@ -142,7 +150,7 @@ class StudyStore:
 
     def write(self, name: str, value: Any) -> None:
         """Stores `value` under a user attribute of the study."""
-        with _errors_named(self.path):
+        with errors_named(self.path):
             self.study.set_user_attr(name, records.to_builtins(value))
 
     def replace_layers(self, layers: Sequence[LayerTrace]) -> None:
@@ -176,9 +184,9 @@ class StudyStore:
     def fail_abandoned_trials(self) -> None:
         """Ends the trials that a killed run left running. What they measured is kept.
 
-        Only for whoever holds the study: otherwise they may be another's.
+        Only for whoever is alone with the study: otherwise they may be another's.
         """
-        with _errors_named(self.path):
+        with errors_named(self.path):
             for trial in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
                 self.study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
 
@@ -198,7 +206,7 @@ class StudyStore:
 
     def forecasts(self) -> list[Candidate]:
         """Returns every policy that was forecast, in that order."""
-        with _errors_named(self.path):
+        with _reading(self.path):
             attributes = self.study.user_attrs
         found = []
         for name, stored in attributes.items():
@@ -254,7 +262,7 @@ class StudyStore:
     def candidates(self) -> list[Candidate]:
         """Returns every policy that was measured, each once, in the order of measuring."""
         found: dict[str, Candidate] = {}
-        with _errors_named(self.path):
+        with _reading(self.path):
             attributes = self.study.user_attrs
             trials = self.study.get_trials(deepcopy=False)
         for name, stored in attributes.items():
@@ -267,6 +275,18 @@ class StudyStore:
             if candidate is not None:
                 found.setdefault(candidate.policy.key, candidate)
         return list(found.values())
+
+    def claims(self, *, but: int | None = None) -> set[str]:
+        """Returns the keys of the policies that running trials measure, trial `but` left out."""
+        with _reading(self.path):
+            trials = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+        return {
+            self._decode(trial.user_attrs["policy"], Policy).key
+            for trial in trials
+            if "policy" in trial.user_attrs
+            and "outcome" not in trial.user_attrs
+            and trial.number != but
+        }
 
     def trial_candidate(self, trial: FrozenTrial) -> Candidate | None:
         """Returns what a trial measured; None when it measured nothing."""
@@ -301,14 +321,15 @@ class StudyStore:
         return found
 
     def _optional(self, name: str, value_type: type[T]) -> T | None:
-        with _errors_named(self.path):
+        with _reading(self.path):
             stored = self.study.user_attrs.get(name)
         return None if stored is None else self._decode(stored, value_type)
 
     def _decode(self, stored: Any, value_type: type[T]) -> T:
         try:
-            return msgspec.convert(stored, value_type, str_keys=True)
-        except (ValueError, TypeError) as error:
+            # By way of JSON, so that what it cannot hold is refused: NaN, half a surrogate pair.
+            return records.decode(records.encode(stored), value_type)
+        except (ValueError, TypeError, OverflowError, RecursionError) as error:
             raise StudyFileError(f"{self.path}: study {self.name!r} is damaged: {error}") from error
 
 
@@ -338,7 +359,7 @@ def create_study(
     """
     path = folder / DATABASE_NAME
     make_folder(folder)
-    with _errors_named(path):
+    with errors_named(path):
         study = optuna.create_study(
             storage=_storage(path),
             study_name=folder.name,
@@ -367,9 +388,9 @@ def open_study(folder: Path) -> StudyStore:
         StudyFileError: it cannot be read, or a newer sac-search wrote it.
     """
     path = folder / DATABASE_NAME
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise StudyNotFound(f"there is no study in {folder} (no {DATABASE_NAME})")
-    with _errors_named(path):
+    with _reading(path):
         storage = _storage(path)
         found = optuna.get_all_study_summaries(storage)
         begun = [study for study in found if "schema_version" in study.user_attrs]
@@ -452,49 +473,20 @@ def make_folder(folder: Path) -> None:
     Raises:
         StudyFileError: it cannot be made.
     """
-    with _errors_named(folder / DATABASE_NAME):
+    with errors_named(folder / DATABASE_NAME):
         folder.mkdir(parents=True, exist_ok=True)
 
 
-@contextlib.contextmanager
-def held(folder: Path) -> Iterator[None]:
-    """Holds the study in `folder` for one search; the system lets go of it if that is killed.
-
-    Two searches at once would measure each other's load, and every policy twice.
+def list_studies(root: Path) -> list[Path]:
+    """Returns the folders below `root` that hold a study.
 
     Raises:
-        StudyError: another search holds it.
-        StudyFileError: the folder cannot be written.
+        StudyFileError: `root` cannot be read.
     """
-    make_folder(folder)
-    with _errors_named(folder / DATABASE_NAME):
-        # Not the database itself: closing a second handle of that would end SQLite's own locks.
-        handle = os.open(folder / _LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        if sys.platform != "win32":
-            _lock(handle, folder.name)
-        yield
-    finally:
-        os.close(handle)
-
-
-def _lock(handle: int, name: str) -> None:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise StudyError(
-            f"another search of study {name!r} is running; wait for it, or name another study "
-            "with --study"
-        ) from None
-    except OSError:
-        pass  # some network file systems have no locks
-
-
-def list_studies(root: Path) -> list[Path]:
-    """Returns the folders below `root` that hold a study."""
-    if not root.is_dir():
+    if not os.path.isdir(root):
         return []
-    return sorted(f for f in root.iterdir() if (f / DATABASE_NAME).is_file())
+    with errors_named(root):
+        return sorted(f for f in root.iterdir() if os.path.isfile(f / DATABASE_NAME))
 
 
 def _series(root: Path, name: str) -> list[Path]:
@@ -525,18 +517,38 @@ def _number(folder: Path, name: str) -> int:
 def _storage(path: Path) -> optuna.storages.RDBStorage:
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     try:
-        # Without heartbeats: `held` tells whether a running trial is still somebody's.
-        return optuna.storages.RDBStorage(
-            "sqlite:///study.db",
-            engine_kwargs={"creator": functools.partial(_connect, path.resolve())},
-        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            return optuna.storages.RDBStorage(
+                "sqlite:///study.db",
+                engine_kwargs={"creator": functools.partial(_connect, path.resolve())},
+                heartbeat_interval=_HEARTBEAT_SECONDS,
+                grace_period=_GRACE_SECONDS,
+            )
     except RuntimeError as error:  # a database of another release of Optuna
         raise StudyFileError(f"{path} cannot be used as a study: {error}") from error
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    # The path itself, for in an address `?` and `%` would mean something.
-    return sqlite3.connect(path, timeout=_LOCK_TIMEOUT_SECONDS, check_same_thread=False)
+    # The path itself, for in an address `?` and `%` would mean something. A transaction that only
+    # asks for the write lock when it first writes fails at once, without waiting, when another
+    # process does the same.
+    return sqlite3.connect(
+        path,
+        timeout=_LOCK_TIMEOUT_SECONDS,
+        check_same_thread=False,
+        isolation_level="IMMEDIATE",
+    )
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Turns what goes wrong when records are read into an error that names the file."""
+    try:
+        with errors_named(path):
+            yield
+    except (ValueError, RecursionError) as error:
+        raise StudyFileError(f"{path}: the study is damaged: {error}") from error
 
 
 @contextlib.contextmanager
@@ -553,7 +565,7 @@ def storage_errors_named(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _errors_named(path: Path) -> Iterator[None]:
+def errors_named(path: Path) -> Iterator[None]:
     """Turns errors of the file system and the database into one that names the file."""
     try:
         with storage_errors_named(path):

@@ -6,8 +6,11 @@ itself as soon as its standard input closes, so it cannot outlive its parent.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import faulthandler
 import gc
+import importlib
 import os
 import queue
 import signal
@@ -20,12 +23,14 @@ import msgspec
 
 from sac_search import errors
 from sac_search.rates import find_rates
-from sac_search.records import encode
+from sac_search.records import encode, spell_out
 from sac_search.worker.dry_session import DrySession
 from sac_search.worker.protocol import METHODS, Comparison, RemoteError, Reply, Request
 from sac_search.worker.session import Session, SessionSettings, open_session
 
 _PARENT_GONE_EXIT_CODE = 70
+_PR_SET_PDEATHSIG = 1
+_IMPORTED_LATE = ("torch._dynamo", "torch.fx.experimental.symbolic_shapes", "torch.profiler")
 
 
 def main() -> int:
@@ -33,8 +38,11 @@ def main() -> int:
     # Ctrl-C is the parent's to handle; it ends this process by closing the pipe.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
+    _die_with_parent()
     # What torch made on import is for good: collections, of which a measurement needs several, and
-    # the search for live tensors need not look at it.
+    # the search for live tensors need not look at it. Steps and forecasts would import the rest.
+    for name in _IMPORTED_LATE:
+        importlib.import_module(name)
     gc.freeze()
     requests, replies = _take_over_pipes()
     pending: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -61,7 +69,16 @@ def _take_over_pipes() -> tuple[BinaryIO, BinaryIO]:
 def _read_requests(requests: BinaryIO, pending: queue.SimpleQueue[bytes]) -> None:
     for line in requests:
         pending.put(line)
+    if os.name == "posix" and os.getpgid(0) == os.getpid():
+        os.killpg(0, signal.SIGKILL)  # and whatever user code has started
     os._exit(_PARENT_GONE_EXIT_CODE)
+
+
+def _die_with_parent() -> None:
+    """Asks Linux to kill this process with its parent, even while it hangs in C with the GIL."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class _Server:
@@ -112,8 +129,8 @@ def _open(settings: SessionSettings) -> Session | DrySession:
 def _remote(error: errors.SacSearchError) -> RemoteError:
     return RemoteError(
         type_name=type(error).__name__,
-        message=str(error),
-        user_traceback=getattr(error, "user_traceback", ""),
+        message=spell_out(str(error)),
+        user_traceback=spell_out(getattr(error, "user_traceback", "")),
     )
 
 

@@ -6,45 +6,44 @@ search.
 
 from __future__ import annotations
 
-import contextlib
-import math
-import os
-import queue
-import signal
-import subprocess
-import sys
-import threading
+import enum
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 
-from sac_search import errors, interrupts
+from sac_search import errors
 from sac_search.failures import make_failure
 from sac_search.forecaster import ProfileRequest
 from sac_search.policy import Policy
 from sac_search.profile import Profile
-from sac_search.records import Failure, FailureKind, Outcome, encode
-from sac_search.worker.protocol import METHODS, Comparison, Reply, Request
-from sac_search.worker.session import Description, ForecastPeak, SessionSettings, Verdict
-
-_LOG_TAIL_LINES = 8
-# Set in the worker's environment, so that a file that searches when it is imported is noticed.
-IN_WORKER = "SAC_SEARCH_IN_WORKER"
-_POLL_SECONDS = 1.0
-_PACKAGE_ROOT = Path(__file__).parents[2]
-# As `python -m sac_search.worker`, with the current folder last in the path instead of first: a
-# user's random.py or profile.py must not be what torch imports.
-_START = (
-    "import sys; sys.path += [sys.argv.pop(), '']; "
-    "from sac_search.worker.__main__ import main; sys.exit(main())"
+from sac_search.records import Failure, FailureKind, Outcome
+from sac_search.worker.group import GroupWorker, current_group
+from sac_search.worker.process import WorkerLost, WorkerProcess, nonsense
+from sac_search.worker.protocol import METHODS, Comparison, Reply
+from sac_search.worker.session import (
+    OUT_OF_MEMORY,
+    Description,
+    ForecastPeak,
+    SessionSettings,
+    Verdict,
 )
 
 
+class Isolation(enum.StrEnum):
+    """What gets a process of its own."""
+
+    SEARCH = "search"
+    TRIAL = "trial"
+
+
 class WorkerClient:
-    """A `Measurer` that does its work in a child process."""
+    """A `Measurer` that does its work in a child process.
+
+    Where this process leads the ranks of a distributed job, in one of every rank at the same time.
+    """
 
     def __init__(
         self,
@@ -52,14 +51,15 @@ class WorkerClient:
         log_path: Path,
         *,
         trial_timeout_seconds: float | None = None,
-        load_timeout_seconds: float | None = None,
+        isolation: Isolation = Isolation.SEARCH,
     ) -> None:
         self._settings = settings
         self._log_path = log_path
         self._trial_timeout_seconds = trial_timeout_seconds
-        self._load_timeout_seconds = load_timeout_seconds
-        self._process: _Process | None = None
-        self._was_loaded = False
+        self._isolation = isolation
+        self._process: WorkerProcess | GroupWorker | None = None
+        self._load_seconds: float | None = None
+        self._has_measured = False
         self._baseline_seconds: float | None = None
 
     def __enter__(self) -> WorkerClient:
@@ -75,8 +75,10 @@ class WorkerClient:
             UsageError, WorkloadError: as `open_session` does.
         """
         try:
-            description: Description = self._ask("describe", True, self._load_timeout_seconds)
-        except _WorkerLost as lost:
+            started = time.monotonic()
+            description: Description = self._ask("describe", True, None)
+            self._load_seconds = time.monotonic() - started
+        except WorkerLost as lost:
             raise errors.WorkloadError(
                 f"the process that loads the workload died ({lost.failure.message})"
             ) from None
@@ -89,13 +91,18 @@ class WorkerClient:
         return self._measure(policy) if _has_diverged(outcome.failure) else outcome
 
     def compare(self, policies: Sequence[Policy], steps: int) -> list[Outcome]:
-        """Returns what each policy costs, steps interleaved; measured one by one if that fails."""
+        """Returns what each policy costs, steps interleaved; measured one by one if that fails.
+
+        Also one by one where each trial has a process of its own.
+        """
+        if self._isolation is Isolation.TRIAL:
+            return [self.measure(policy) for policy in policies]
         comparison = Comparison(policies=tuple(policies), steps=steps)
         try:
             outcomes: list[Outcome] = self._ask(
                 "compare", comparison, self._timeout(max(1, len(policies) * steps // 5))
             )
-        except _WorkerLost:
+        except WorkerLost:
             return [self.measure(policy) for policy in policies]
         return [
             self._measure(policy) if _has_diverged(outcome.failure) else outcome
@@ -106,7 +113,7 @@ class WorkerClient:
         """Returns the peak that `policy` would have, without running it."""
         try:
             peak: ForecastPeak = self._ask("forecast", policy, self._timeout(1))
-        except _WorkerLost as lost:
+        except WorkerLost as lost:
             return ForecastPeak(problem=lost.failure.message)
         return peak
 
@@ -114,7 +121,7 @@ class WorkerClient:
         """Returns sizes and prices of the layers; None where there are no forecasts."""
         try:
             profile: Profile | None = self._ask("profile", request, self._timeout(10))
-        except _WorkerLost:
+        except WorkerLost:
             return None
         return profile
 
@@ -128,57 +135,85 @@ class WorkerClient:
         try:
             verdict: Verdict = self._ask("verify_module", str(path), self._timeout(2))
             outcome: Outcome = self._ask("measure_module", str(path), self._timeout(1))
-        except _WorkerLost as lost:
+        except WorkerLost as lost:
             return Verdict(failure=lost.failure), Outcome(failure=lost.failure)
         return verdict, outcome
 
     def close(self) -> None:
         """Ends the worker."""
+        self._has_measured = False
         if self._process is not None:
             self._process.stop()
             self._process = None
 
     def _measure(self, policy: Policy) -> Outcome:
+        self._begin_trial()
         started = time.monotonic()
         try:
             outcome: Outcome = self._ask("measure", policy, self._timeout(1))
-        except _WorkerLost as lost:
+        except WorkerLost as lost:
             return Outcome(failure=lost.failure)
         # One that failed says nothing of how long the others take: it may have failed at once.
         if self._baseline_seconds is None and outcome.measurement is not None:
             self._baseline_seconds = time.monotonic() - started
         return outcome
 
+    def _begin_trial(self) -> None:
+        if self._isolation is Isolation.TRIAL and self._has_measured:
+            self.close()
+        self._has_measured = True
+
     def _verify(self, policy: Policy) -> Verdict:
+        self._begin_trial()
+        verdict = self._ask_verdict("verify", policy)
+        failure = verdict.failure
+        if current_group() is None or failure is None or failure.kind not in OUT_OF_MEMORY:
+            return verdict
+        # One rank cannot try again without the others; with new workers all of them do.
+        return self._ask_verdict("verify_with_full", policy)
+
+    def _ask_verdict(self, method: str, policy: Policy) -> Verdict:
         try:
-            verdict: Verdict = self._ask("verify", policy, self._timeout(2))
-        except _WorkerLost as lost:
+            verdict: Verdict = self._ask(method, policy, self._timeout(2))
+        except WorkerLost as lost:
             return Verdict(failure=lost.failure)
         return verdict
 
     def _timeout(self, measurements: int) -> float | None:
         if self._trial_timeout_seconds is not None:
             return self._trial_timeout_seconds * measurements
-        if self._baseline_seconds is None:
-            return None
-        return max(60.0, 20 * self._baseline_seconds) * measurements
+        if self._baseline_seconds is not None:
+            return max(60.0, 20 * self._baseline_seconds) * measurements
+        # Loading and tracing ran a few steps as well.
+        if self._load_seconds is not None:
+            return max(300.0, 20 * self._load_seconds) * measurements
+        return None
 
     def _ask(self, method: str, argument: Any, timeout_seconds: float | None) -> Any:
         if self._process is None:
-            self._process = _Process(self._log_path)
+            self._process = self._start()
             self._load()
         return self._exchange(method, argument, timeout_seconds)
 
+    def _start(self) -> WorkerProcess | GroupWorker:
+        group = current_group()
+        return WorkerProcess(self._log_path) if group is None else group.start(self._log_path)
+
     def _load(self) -> None:
         try:
-            self._exchange("load", self._settings, self._load_timeout_seconds)
+            if self._load_seconds is None:
+                self._exchange("load", self._settings, None)
+                return
+            timeout_seconds = max(300.0, 20 * self._load_seconds)
+            self._exchange("load", self._settings, timeout_seconds)
+            # What forecasts need; a trial's own time is not for this.
+            self._exchange("describe", True, timeout_seconds)
         except errors.SacSearchError as error:
-            if not self._was_loaded:
+            if self._load_seconds is None:
                 raise
             # It could be loaded before, so the search goes on: the next trial tries again.
             message = f"the workload could not be loaded again: {error}"
-            raise _WorkerLost(make_failure(FailureKind.CRASH, message)) from None
-        self._was_loaded = True
+            raise WorkerLost(make_failure(FailureKind.CRASH, message)) from None
 
     def _exchange(self, method: str, argument: Any, timeout_seconds: float | None) -> Any:
         assert self._process is not None
@@ -189,8 +224,7 @@ class WorkerClient:
             result = msgspec.json.decode(reply.result, type=METHODS[method].result_type)
         except msgspec.DecodeError as error:
             self.close()
-            failure = make_failure(FailureKind.CRASH, f"its answer made no sense: {error}")
-            raise _WorkerLost(failure) from None
+            raise WorkerLost(nonsense(error)) from None
         except BaseException:
             # Also when interrupted: an answer that nobody waits for must not meet the next request.
             self.close()
@@ -198,118 +232,6 @@ class WorkerClient:
         if not reply.healthy:
             self.close()
         return result
-
-
-class _WorkerLost(Exception):
-    """The worker hung, died or wrote nonsense."""
-
-    def __init__(self, failure: Failure) -> None:
-        super().__init__(failure.message)
-        self.failure = failure
-
-
-class _Process:
-    """One child process and its pipes."""
-
-    def __init__(self, log_path: Path) -> None:
-        self._log_path = log_path
-        self._number = 0
-        log_path.parent.mkdir(parents=True, exist_ok=True)
-        with log_path.open("ab") as log:
-            self._log_start = log.seek(0, os.SEEK_END)
-            self._child = subprocess.Popen(
-                [sys.executable, "-P", "-c", _START, str(_PACKAGE_ROOT)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env={**os.environ, IN_WORKER: "1"},
-                start_new_session=True,
-            )
-        assert self._child.stdin is not None and self._child.stdout is not None
-        self._requests: BinaryIO = self._child.stdin  # type: ignore[assignment]
-        self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        threading.Thread(
-            target=_read_lines, args=(self._child.stdout, self._lines), daemon=True
-        ).start()
-
-    def exchange(self, method: str, argument: Any, timeout_seconds: float | None) -> Reply:
-        """Sends a request and returns the reply to it."""
-        self._number += 1
-        request = Request(
-            number=self._number, method=method, argument=msgspec.Raw(encode(argument))
-        )
-        try:
-            self._requests.write(encode(request) + b"\n")
-            self._requests.flush()
-        except OSError:
-            raise _WorkerLost(self._death()) from None
-        try:
-            line = self._next_line(timeout_seconds)
-        except queue.Empty:
-            message = f"no answer within {timeout_seconds:.0f} s"
-            raise _WorkerLost(make_failure(FailureKind.TIMEOUT, message)) from None
-        if not line:
-            raise _WorkerLost(self._death())
-        reply = msgspec.json.decode(line, type=Reply)
-        if reply.number != self._number:
-            raise _WorkerLost(make_failure(FailureKind.CRASH, "its answers are out of order"))
-        return reply
-
-    def _next_line(self, timeout_seconds: float | None) -> bytes:
-        """Returns the next line; an empty one when the process is dead.
-
-        Raises:
-            queue.Empty: there is none in time.
-        """
-        deadline = math.inf if timeout_seconds is None else time.monotonic() + timeout_seconds
-        while True:
-            interrupts.raise_if_unseen()
-            dead = self._child.poll() is not None
-            left_seconds = max(0.0, deadline - time.monotonic())
-            try:
-                return self._lines.get(timeout=min(_POLL_SECONDS, left_seconds))
-            except queue.Empty:
-                # Processes that user code started may hold the pipe open after the worker's death.
-                if dead:
-                    return b""
-                if left_seconds <= _POLL_SECONDS:
-                    raise
-
-    def stop(self) -> None:
-        """Closes the pipes and ends the process and whatever it started."""
-        with contextlib.suppress(OSError):
-            self._requests.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._child.wait(timeout=2)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._child.pid, signal.SIGKILL)
-        self._child.wait()
-
-    def _death(self) -> Failure:
-        try:
-            code = self._child.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            return make_failure(FailureKind.CRASH, "it closed its pipe")
-        ended = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        kind = FailureKind.HOST_OUT_OF_MEMORY if code == -signal.SIGKILL else FailureKind.CRASH
-        return make_failure(kind, f"{ended}; {self._log_path} ends with: {self._log_tail()}")
-
-    def _log_tail(self) -> str:
-        """Returns the last words of this process: after a crash, where it happened."""
-        with contextlib.suppress(OSError), self._log_path.open(errors="replace") as log:
-            log.seek(self._log_start)
-            lines = [line.strip() for line in log if line.strip()]
-            crashes = [i for i, line in enumerate(lines) if line.startswith("Current thread 0x")]
-            start = crashes[-1] if crashes else max(0, len(lines) - _LOG_TAIL_LINES)
-            return " | ".join(lines[start : start + _LOG_TAIL_LINES])
-        return ""
-
-
-def _read_lines(stream: BinaryIO, lines: queue.SimpleQueue[bytes]) -> None:
-    with stream, contextlib.suppress(ValueError, OSError):
-        for line in stream:
-            lines.put(line)
-    lines.put(b"")
 
 
 def _has_diverged(failure: Failure | None) -> bool:

@@ -23,6 +23,7 @@ from sac_search.layers import Layer, find_layers
 from sac_search.policy import Policy
 from sac_search.profile import Profile
 from sac_search.rates import DeviceRates, StepPrice, op_seconds
+from sac_search.ready import find_factory
 from sac_search.records import Environment
 from sac_search.trace import price_layers
 from sac_search.worker.session import (
@@ -33,7 +34,13 @@ from sac_search.worker.session import (
     refuse_own_checkpointing,
     step_error,
 )
-from sac_search.workload import BUILTIN_SPEC, Factory, Workload, build_workload, load_factory
+from sac_search.workload import (
+    BUILTIN_SPEC,
+    Factory,
+    Workload,
+    build_workload,
+    hash_sources,
+)
 
 _META = torch.device("meta")
 
@@ -55,12 +62,12 @@ class DrySession:
     def __init__(self, settings: SessionSettings, rates: DeviceRates) -> None:
         self._settings = settings
         self._rates = rates
-        factory = load_factory(settings.spec)
-        self._source_hash = factory.source_hash
+        factory = find_factory(settings.spec)
         if settings.spec == BUILTIN_SPEC:
             sized = functools.partial(build_builtin, device_memory_bytes=rates.memory_bytes)
             factory = replace(factory, function=sized)
         self.workload = _build(factory, settings.batch_size)
+        self._source_hash = hash_sources(factory)
         """The workload, its tensors on the meta device or, where that failed, on the CPU."""
         refuse_own_checkpointing(self.workload.model)
         _choose_foreach(self.workload)
@@ -80,6 +87,7 @@ class DrySession:
             reference="none",
             priced_step_seconds=self.step_seconds(),
             notes=(
+                *self.workload.notes,
                 "Nothing was measured: bytes are those of the ops that a CPU would run, seconds "
                 f"come from the published rates of {self._rates.name} ({self._rates.source}).",
             ),

@@ -78,6 +78,7 @@ METHODS = {
     "forecast": Method(Policy, ForecastPeak),
     "profile": Method(ProfileRequest, Profile | None),
     "verify": Method(Policy, Verdict),
+    "verify_with_full": Method(Policy, Verdict),
     "measure_module": Method(str, Outcome),
     "verify_module": Method(str, Verdict),
 }

@@ -17,19 +17,35 @@ import torch
 from sac_search import device as devices
 from sac_search.apply import PolicyModule, load_policy_module
 from sac_search.device import Clock, DeviceFigures
-from sac_search.errors import NoPolicyFits, WorkloadError
+from sac_search.errors import CannotForecast, NoPolicyFits, WorkloadError
 from sac_search.failures import failure_from
 from sac_search.forecaster import Forecaster, ProfileRequest
 from sac_search.layers import Layer, find_layers
 from sac_search.measure import StepMeter
 from sac_search.policy import NO_CHECKPOINTING, Policy, checkpoint_layers
 from sac_search.profile import Profile
+from sac_search.ranks import (
+    ALONE,
+    Peers,
+    describe_parallelism,
+    device_of_rank,
+    find_peers,
+    is_distributed,
+    launched,
+)
+from sac_search.ready import find_factory
 from sac_search.records import Environment, Failure, FailureKind, Outcome, Phase, Verification
 from sac_search.trace import LayerTrace, trace_layers
 from sac_search.verify import verify_policy
-from sac_search.workload import Workload, build_workload, format_user_traceback, load_factory
+from sac_search.workload import (
+    Workload,
+    build_workload,
+    canonical_spec,
+    format_user_traceback,
+    hash_sources,
+)
 
-_OUT_OF_MEMORY = frozenset({FailureKind.OUT_OF_MEMORY, FailureKind.HOST_OUT_OF_MEMORY})
+OUT_OF_MEMORY = frozenset({FailureKind.OUT_OF_MEMORY, FailureKind.HOST_OUT_OF_MEMORY})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +84,8 @@ class Description:
     """Sentences that the user should read."""
     priced_step_seconds: float | None = None
     """Step time without checkpointing by published rates; None where steps are measured."""
+    usable_bytes: int | None = None
+    """Memory of the device that this process has or could get; None where nothing is run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,14 +119,18 @@ class Session:
         settings: SessionSettings,
         device: torch.device,
         source_hash: str = "",
+        peers: Peers = ALONE,
     ) -> None:
         self._workload = workload
         self._settings = settings
         self._device = device
         self._source_hash = source_hash
+        self._peers = peers
         self._diverged = False
         clock = settings.clock or devices.default_clock(device)
-        self._meter = StepMeter(workload=workload, device=device, clock=clock, steps=settings.steps)
+        self._meter = StepMeter(
+            workload=workload, device=device, clock=clock, steps=settings.steps, peers=peers
+        )
         refuse_own_checkpointing(workload.model)
         self._layers = self._find_layers()
         self._full = checkpoint_layers(layer.name for layer in self._layers)
@@ -120,18 +142,22 @@ class Session:
     def describe(self) -> Description:
         """Traces the layers. Returns what the parent needs to know."""
         layers = trace_layers(self._workload, self._layers, self._device, self._meter.clock)
+        usable_bytes = devices.usable_bytes(self._device, self._resident_bytes)
         self._prepare_forecasts(layers)
         devices.free_cached_memory(self._device)
         return Description(
             environment=self.environment(),
             layers=tuple(layers),
             reference=self._reference_name,
-            notes=tuple(self._notes()),
+            notes=tuple(self._notes(usable_bytes)),
+            usable_bytes=usable_bytes,
         )
 
     def measure(self, policy: Policy) -> Outcome:
         """Returns what `policy` costs."""
         outcome = self._noted(self._meter.measure(policy, self._reference))
+        if outcome.failure is not None and self._peers.size > 1:
+            return outcome  # at once, for the others may wait for this rank
         return replace(outcome, forecast_peak_bytes=self.forecast(policy).peak_bytes)
 
     def compare(self, policies: Sequence[Policy], steps: int) -> list[Outcome]:
@@ -168,13 +194,20 @@ class Session:
             self._free_cached_memory()
 
     def verify(self, policy: Policy | PolicyModule) -> Verdict:
-        """Compares `policy` with no checkpointing, or with full if that is too big."""
+        """Compares `policy` with no checkpointing, or with full if that is too big.
+
+        One of several ranks has a single try: what fails here may have run elsewhere.
+        """
         try:
             return Verdict(verification=self._verify(policy, NO_CHECKPOINTING, "none"))
         except Exception as error:
             failure = self._failure(error)
-        if failure.kind not in _OUT_OF_MEMORY:
+        if failure.kind not in OUT_OF_MEMORY or self._peers.size > 1:
             return Verdict(failure=failure)
+        return self.verify_with_full(policy)
+
+    def verify_with_full(self, policy: Policy | PolicyModule) -> Verdict:
+        """Compares `policy` with full checkpointing."""
         try:
             return Verdict(verification=self._verify(policy, self._full, "full"))
         except Exception as error:
@@ -212,6 +245,7 @@ class Session:
             figures=devices.describe_device(self._device),
             clock=str(self._meter.clock),
             allocator_settings=devices.allocator_settings(self._device),
+            world_size=self._peers.size,
         )
 
     @property
@@ -219,7 +253,7 @@ class Session:
         return self._full if self._reference_name == "full" else NO_CHECKPOINTING
 
     def _verify(self, policy: Policy | PolicyModule, reference: Policy, name: str) -> Verification:
-        return verify_policy(self._workload, policy, reference, name, self._device)
+        return verify_policy(self._workload, policy, reference, name, self._device, self._peers)
 
     def _failure(self, error: Exception) -> Failure:
         failure = failure_from(error)
@@ -247,7 +281,7 @@ class Session:
                 self._workload.run_forward()
 
         try:
-            return find_layers(self._workload.model, run_forward, patterns)
+            return find_layers(self._workload.bare_model, run_forward, patterns)
         except WorkloadError:
             raise
         except Exception as error:
@@ -260,13 +294,15 @@ class Session:
         except WorkloadError:
             raise
         except Exception as error:
+            if self._peers.size > 1:  # the others are not where another step would begin
+                raise step_error(error, "a training step with its layers checkpointed") from error
             first_error = error
         self._workload.drop_gradients()
         devices.free_cached_memory(self._device)
         try:
             self._meter.run_untimed_step(NO_CHECKPOINTING)
         except Exception as error:
-            if {failure_from(first_error).kind, failure_from(error).kind} <= _OUT_OF_MEMORY:
+            if {failure_from(first_error).kind, failure_from(error).kind} <= OUT_OF_MEMORY:
                 raise NoPolicyFits(
                     "the step runs out of memory even with every layer checkpointed: "
                     f"{failure_from(first_error).message}\nUse a smaller batch, an optimizer with "
@@ -283,9 +319,17 @@ class Session:
     def _prepare_forecasts(self, layers: Sequence[LayerTrace]) -> None:
         # A forecast is a help, never a need: whatever a model does under fake tensors, the search
         # goes on by measuring alone.
+        if self._peers.size > 1 and any(map(is_distributed, self._workload.parameters())):
+            self._forecast_problem = (
+                "its parameters are spread over the ranks, and what gathering them takes shows in "
+                "a real step only"
+            )
+            return
         try:
-            self._forecaster = Forecaster(self._workload, layers, self._device)
+            self._forecaster = Forecaster(self._workload, layers, self._device, self._peers)
         except Exception as error:
+            if self._peers.size > 1 and not isinstance(error, CannotForecast):
+                raise step_error(error, "a training step") from error
             self._forecast_problem = str(error).partition("\n")[0]
 
     def _ready_forecaster(self) -> Forecaster | None:
@@ -297,8 +341,8 @@ class Session:
                 self._forecast_problem = str(error).partition("\n")[0]
         return self._forecaster
 
-    def _notes(self) -> list[str]:
-        notes = []
+    def _notes(self, usable_bytes: int) -> list[str]:
+        notes = list(self._workload.notes)
         if self._forecaster is None:
             notes.append(
                 f"No forecasts for this workload ({self._forecast_problem}); the search measures "
@@ -309,18 +353,13 @@ class Session:
                 "Forecasts of this workload are counted while its step runs, which takes the time "
                 f"and the memory of the step ({self._forecaster.why_tracked})."
             )
-        free_bytes, total_bytes = devices.device_memory(self._device)
-        if self._device.type != "cpu":
-            used_elsewhere = (
-                total_bytes
-                - free_bytes
-                - int(torch.accelerator.memory.memory_reserved(self._device))
+        _, total_bytes = devices.device_memory(self._device)
+        used_elsewhere = total_bytes - usable_bytes
+        if self._device.type != "cpu" and used_elsewhere > 0.1 * total_bytes:
+            notes.append(
+                f"Other processes use {used_elsewhere / 2**30:.1f} GiB of the device: a policy "
+                "that fits alone may not fit beside them."
             )
-            if used_elsewhere > 0.1 * total_bytes:
-                notes.append(
-                    f"Other processes use {used_elsewhere / 2**30:.1f} GiB of the device: a policy "
-                    "that fits alone may not fit beside them."
-                )
         return notes
 
 
@@ -331,11 +370,13 @@ def open_session(settings: SessionSettings) -> Session:
         UsageError: no such file, factory or device.
         WorkloadError: the workload itself fails.
     """
-    factory = load_factory(settings.spec)
+    factory = find_factory(settings.spec)
     if settings.device is None and not factory.takes_device:
         device = None
     else:
-        device = devices.find_device(settings.device)
+        device = device_of_rank(
+            devices.find_device(settings.device), launched(), is_named=_has_number(settings.device)
+        )
         devices.use_device(device)
     workload = build_workload(factory, device or torch.device("cpu"), settings.batch_size)
     if device is None:
@@ -343,7 +384,7 @@ def open_session(settings: SessionSettings) -> Session:
         devices.use_device(device)
     set_threads(settings, device)
     _check_placement(workload, device)
-    return Session(workload, settings, device, factory.source_hash)
+    return Session(workload, settings, device, hash_sources(factory), find_peers())
 
 
 def environment_of(
@@ -355,6 +396,7 @@ def environment_of(
     figures: DeviceFigures,
     clock: str,
     allocator_settings: str,
+    world_size: int = 1,
 ) -> Environment:
     """Returns everything that figures of a workload on a device belong to."""
     parameters = workload.parameters()
@@ -373,8 +415,10 @@ def environment_of(
         threads=torch.get_num_threads(),
         clock=clock,
         parameter_count=sum(p.numel() for p in parameters),
-        workload=settings.spec,
+        workload=canonical_spec(settings.spec),
         workload_source_hash=source_hash,
+        world_size=world_size,
+        parallelism=describe_parallelism(workload.model) if world_size > 1 else "",
     )
 
 
@@ -383,6 +427,10 @@ def set_threads(settings: SessionSettings, device: torch.device) -> None:
     clock = settings.clock or devices.default_clock(device)
     if settings.threads is not None or clock is Clock.CPU:
         torch.set_num_threads(settings.threads or 1)
+
+
+def _has_number(device: str | None) -> bool:
+    return device is not None and ":" in device
 
 
 def _device_of(workload: Workload) -> torch.device:

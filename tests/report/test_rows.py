@@ -230,6 +230,46 @@ def test_what_was_ruled_out_by_forecast_is_counted_apart() -> None:
     )
 
 
+def test_every_way_to_fail_is_counted_and_explained() -> None:
+    failed = [
+        dataclasses.replace(TRIAL, outcome=make_failed(kind))
+        for kind in (FailureKind.TIMEOUT, FailureKind.CRASH, FailureKind.TIMEOUT)
+    ]
+
+    found = rows.closing_lines(make_result(NONE_CANDIDATE, FULL_CANDIDATE, TRIAL, *failed))
+
+    assert found[2:4] == [
+        "Failed, timeout: 2. The step took far longer than the baselines; see --trial-timeout.",
+        "Failed, worker crashed: 1. The process that ran the step died; its log has the last "
+        "words.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("figures", "expected"),
+    [
+        ({}, []),
+        ({"alloc_retries": 2}, ["The allocator freed its cache and tried again 2 times"]),
+        ({"reserved_bytes": 11 * GIB, "allocated_bytes": 10 * GIB}, []),
+        (
+            {"reserved_bytes": 12 * GIB, "allocated_bytes": 10 * GIB},
+            ["The allocator holds 12.00 GiB for 10.00 GiB of tensors: memory is fragmented"],
+        ),
+        ({"reserved_bytes": 2 * 2**20, "allocated_bytes": 2**20}, []),
+    ],
+)
+def test_the_allocators_troubles_are_said(figures: dict[str, int], expected: list[str]) -> None:
+    measurement = dataclasses.replace(TRIAL.measurement, **figures)
+    best = dataclasses.replace(
+        TRIAL, outcome=dataclasses.replace(TRIAL.outcome, measurement=measurement)
+    )
+
+    found = rows.closing_lines(make_result(NONE_CANDIDATE, FULL_CANDIDATE, best, best=best))
+
+    told = [line for line in found if line.startswith("The allocator")]
+    assert [line[: len(start)] for line, start in zip(told, expected, strict=True)] == expected
+
+
 def test_without_a_winner_there_is_nothing_to_copy() -> None:
     found = rows.closing_lines(
         make_result(NONE_CANDIDATE, environment=other_environment(clock="wall"))

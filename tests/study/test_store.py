@@ -6,10 +6,7 @@ import contextlib
 import functools
 import os
 import shutil
-import signal
 import sqlite3
-import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -41,11 +38,11 @@ from sac_search.records import SCHEMA_VERSION
 from sac_search.space import LayerChoiceMode, build_space
 from sac_search.study import store as store_module
 from sac_search.study.sampler import SamplerName
+from sac_search.study.sharing import joined, turn
 from sac_search.study.store import (
     StudyStore,
     check_same,
     create_study,
-    held,
     list_studies,
     newest_folder,
     open_study,
@@ -358,12 +355,13 @@ def test_a_folder_that_cannot_be_written_is_named() -> None:
             os.chmod(folder, 0o555)  # noqa: S103
         os.chmod(store.path, 0o444)
         for folder, use in [
-            ("gpt", lambda f: held(f).__enter__()),
+            ("gpt", lambda f: joined(f).__enter__()),
             ("gpt", lambda f: open_study(f).write("winner", "x")),
             ("gpt", create),
             ("empty", create),
             ("new", create),
-            ("new", lambda f: held(f).__enter__()),
+            ("new", lambda f: joined(f).__enter__()),
+            ("new", lambda f: turn(f).__enter__()),
         ]:
             path = Path(root) / folder / "study.db"
             with without_privileges(), left_alone(store.path), pytest.raises(StudyFileError) as e:
@@ -432,6 +430,7 @@ def test_other_decisions_are_refused(tmp_path: Path) -> None:
     assert "--layer-choice" in str(caught.value)
 
 
+@pytest.mark.filterwarnings("ignore:Heartbeat of storage")
 def test_trials_that_a_killed_run_left_running_are_ended_and_keep_their_figures(
     tmp_path: Path,
 ) -> None:
@@ -507,34 +506,3 @@ def test_studies_are_listed(tmp_path: Path) -> None:
     (tmp_path / "c").mkdir()
 
     assert list_studies(tmp_path) == [tmp_path / "a", tmp_path / "b"]
-
-
-# --- one search at a time -------------------------------------------------------------------------
-
-
-def test_a_study_is_held_by_one_search_at_a_time(tmp_path: Path) -> None:
-    with held(tmp_path / "gpt"):
-        with pytest.raises(StudyError, match="another search of study 'gpt'"):
-            held(tmp_path / "gpt").__enter__()
-        with held(tmp_path / "other"):
-            pass
-    with held(tmp_path / "gpt"):
-        pass
-
-
-def test_a_killed_search_holds_nothing(tmp_path: Path) -> None:
-    code = (
-        "import sys, time; from pathlib import Path; from sac_search.study.store import held\n"
-        "with held(Path(sys.argv[1])):\n    print('held', flush=True); time.sleep(60)"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path / "gpt")], stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "held\n"
-        with pytest.raises(StudyError):
-            held(tmp_path / "gpt").__enter__()
-        process.send_signal(signal.SIGKILL)
-
-    with held(tmp_path / "gpt"):
-        pass

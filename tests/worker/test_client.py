@@ -20,8 +20,8 @@ from sac_search import errors
 from sac_search.failures import make_failure
 from sac_search.policy import NO_CHECKPOINTING, Policy, Tier, checkpoint_layers
 from sac_search.records import FailureKind, Measurement, Outcome, Phase
-from sac_search.worker import client as client_module
 from sac_search.worker.client import WorkerClient
+from sac_search.worker.process import WorkerLost, WorkerProcess
 from sac_search.worker.session import SessionSettings, Verdict
 
 FULL = checkpoint_layers(["0", "1"])
@@ -361,7 +361,7 @@ def test_an_interrupt_ends_the_worker(
     def interrupt(process: Any, timeout_seconds: float | None) -> bytes:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(client_module._Process, "_next_line", interrupt)
+    monkeypatch.setattr(WorkerProcess, "_next_line", interrupt)
     started = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         client.measure(FULL)
@@ -480,7 +480,7 @@ def test_a_limit_of_the_users_counts_from_the_first() -> None:
 
 
 def lost() -> Exception:
-    return client_module._WorkerLost(make_failure(FailureKind.CRASH, "as told"))
+    return WorkerLost(make_failure(FailureKind.CRASH, "as told"))
 
 
 def test_policies_whose_comparison_was_lost_are_measured_one_by_one() -> None:

@@ -242,12 +242,19 @@ def test_a_crowded_accelerator_is_noted(monkeypatch: pytest.MonkeyPatch) -> None
     session = session_of()
     session.describe()
     session._device = torch.device("cuda", 0)
-    memory = torch.accelerator.memory
     monkeypatch.setattr(devices, "device_memory", lambda device: (2 * 2**30, 10 * 2**30))
-    monkeypatch.setattr(memory, "memory_reserved", lambda device: 2**30, raising=False)
-    assert "Other processes use 7.0 GiB" in session._notes()[0]
-    monkeypatch.setattr(memory, "memory_reserved", lambda device: 7.5 * 2**30, raising=False)
-    assert session._notes() == []
+    assert "Other processes use 7.0 GiB" in session._notes(3 * 2**30)[0]
+    assert session._notes(9.5 * 2**30) == []
+
+
+def test_what_a_process_can_use_is_what_is_free_and_what_it_holds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(devices, "device_memory", lambda device: (2 * 2**30, 10 * 2**30))
+    memory = torch.accelerator.memory
+    monkeypatch.setattr(memory, "memory_reserved", lambda device: 3 * 2**30, raising=False)
+    assert devices.usable_bytes(torch.device("cuda", 0), 2**30) == 5 * 2**30
+    assert devices.usable_bytes(torch.device("cpu"), 2**30) == 3 * 2**30
 
 
 def test_measurements_and_comparisons() -> None:

@@ -1,0 +1,102 @@
+"""Everything that a search can be told, and how it tells what it does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from sac_search import units
+from sac_search.device import Clock
+from sac_search.errors import UsageError
+from sac_search.space import Granularity, LayerChoiceMode
+from sac_search.study.candidate import Candidate
+from sac_search.study.sampler import SamplerName
+from sac_search.worker.client import Isolation
+
+# In bytes it is a whole number that floating point, JSON and torch all hold exactly.
+LARGEST_BUDGET_GB = 2**23
+# What torch takes as a number of threads, or of samples.
+LARGEST_COUNT = 2**31 - 1
+
+
+class Listener(Protocol):
+    """Is told what a search does."""
+
+    def on_phase(self, name: str, total: int | None = None) -> None:
+        """A new stage begins."""
+
+    def on_note(self, text: str) -> None:
+        """Something that the user should read."""
+
+    def on_candidate(self, candidate: Candidate, trials_done: int, budget_bytes: int) -> None:
+        """A policy was measured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchOptions:
+    """Everything that a search can be told, beside the workload."""
+
+    budget_gb: float
+    """The budget for the peak of the whole step, in GiB (2**30 bytes)."""
+    study: str | None = None
+    """Name of the study; made of the workload and the budget when None."""
+    root: Path = Path("studies")
+    """The folder that holds the studies."""
+    fresh: bool = False
+    """Begin anew under a new name; nothing is deleted."""
+    device: str | None = None
+    """`cpu`, `cuda:0`, …; the machine's accelerator when None."""
+    layers: str | None = None
+    """FQN patterns of the layers, such as `model.layers.*`; found by themselves when None."""
+    layer_choice: LayerChoiceMode = LayerChoiceMode.COUNT
+    """A number of layers per kind, or a decision per layer."""
+    batch_size: int | None = None
+    """Handed to the factory when given."""
+    trials: int = 40
+    """Trials to measure beyond the baselines."""
+    timeout_seconds: float | None = None
+    """Stop searching after this time."""
+    trial_timeout_seconds: float | None = None
+    """Give a trial up after this time; twenty baselines' worth when None."""
+    isolate: Isolation = Isolation.SEARCH
+    """What gets a process of its own: the search, or each trial."""
+    granularity: Granularity = Granularity.SITE
+    """What one save-or-recompute decision covers."""
+    tiers: int = 2
+    """Save sets that layers of one kind may have: 1 or 2."""
+    sampler: SamplerName = SamplerName.PLANNER
+    """Who proposes."""
+    seed: int = 0
+    """Of the sampler."""
+    clock: Clock | None = None
+    """What counts as step time; processor time on the CPU, elapsed time elsewhere when None."""
+    threads: int | None = None
+    """CPU threads of torch; one for processor time when None."""
+    steps: int = 5
+    """Timed steps per trial; twice as many when the best are measured again side by side."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.budget_gb <= LARGEST_BUDGET_GB:
+            raise UsageError(
+                f"the budget is {self.budget_gb} GiB; it must be more than nothing and at most "
+                f"{LARGEST_BUDGET_GB} (8 PiB)"
+            )
+        for name in ("trials", "steps", "threads", "batch_size"):
+            value = getattr(self, name)
+            least = 0 if name == "trials" else 1
+            if value is not None and not least <= value <= LARGEST_COUNT:
+                raise UsageError(
+                    f"{name} is {value}; it must be {least} or more, and at most {LARGEST_COUNT}"
+                )
+        if self.tiers not in (1, 2):
+            raise UsageError(f"tiers is {self.tiers}; it must be 1 or 2")
+        for name in ("timeout_seconds", "trial_timeout_seconds"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise UsageError(f"{name} is {value}; it must be more than 0")
+
+    @property
+    def budget_bytes(self) -> int:
+        """The budget in bytes."""
+        return units.gib_to_bytes(self.budget_gb)

@@ -1,0 +1,292 @@
+"""The search with any measurer: load, baselines, search, confirm, verify, export."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from sac_search import interrupts, units
+from sac_search.artifacts import make_result, no_fit_message, write_files
+from sac_search.errors import NoPolicyFits, StudyError, StudyNotFound, WorkloadError
+from sac_search.options import Listener, SearchOptions
+from sac_search.records import Evidence, Failure, FailureKind
+from sac_search.space import build_space
+from sac_search.study.baselines import FULL, NONE
+from sac_search.study.candidate import Candidate, rank
+from sac_search.study.finish import Winner, choose_winner, confirm, with_confirmed_figures
+from sac_search.study.forecasting import ForecastStudy
+from sac_search.study.measurer import Measurer
+from sac_search.study.result import SearchResult, find_candidate, floor_of
+from sac_search.study.search import Search, SearchSettings
+from sac_search.study.sharing import Membership, claiming, joined, turn
+from sac_search.study.store import (
+    StudyStore,
+    check_same,
+    create_study,
+    newest_folder,
+    open_study,
+    unused_folder,
+)
+from sac_search.study.warmstart import adopt_trace, start_from_others
+from sac_search.worker.session import Description, Verdict
+
+# Baselines that fail in the same way, after which the workload is at fault.
+_MOST_ALIKE_FAILURES = 3
+# What a policy may well do, and another not.
+_OF_POLICIES = (FailureKind.OUT_OF_MEMORY, FailureKind.HOST_OUT_OF_MEMORY)
+
+
+def run_search(
+    measurer: Measurer, name: str, options: SearchOptions, listener: Listener
+) -> SearchResult:
+    """Runs all stages. Returns the result, which is on disk by then.
+
+    Raises:
+        NoPolicyFits, WorkloadError, UsageError: as `search` does.
+    """
+    with interrupts.listening(signal.SIGINT):
+        description = _described(measurer, options, listener)
+        folder = study_folder(name, options)
+        with joined(folder) as membership:
+            stages = _Stages(
+                name=name,
+                folder=folder,
+                description=description,
+                measurer=measurer,
+                options=options,
+                listener=listener,
+            )
+            result = stages.run(membership)
+    if result.best is None and not result.interrupted:
+        raise NoPolicyFits(no_fit_message(result))
+    return result
+
+
+def run_forecast(
+    measurer: Measurer, name: str, options: SearchOptions, listener: Listener
+) -> SearchResult:
+    """Forecasts instead of measuring. Returns the result, which is on disk by then.
+
+    Raises:
+        NoPolicyFits: by forecast nothing stays under the budget.
+        WorkloadError: the workload itself fails, or cannot be forecast.
+        UsageError: the study holds measured trials.
+    """
+    description = _described(measurer, options, listener)
+    assert description.priced_step_seconds is not None
+    folder = study_folder(name, options)
+    with joined(folder), _turn(folder, listener):
+        store = _open_or_create(folder, name, options, description, listener)
+        listener.on_phase("forecast")
+        study = ForecastStudy(
+            store,
+            build_space(store.layers, options.layer_choice, options.granularity, options.tiers),
+            measurer,
+            description.priced_step_seconds,
+            lambda candidate: listener.on_candidate(candidate, 0, store.budget_bytes),
+        )
+        result = make_result(store, study.run(), "forecast", False, description.notes)
+        write_files(result, store.folder)
+    if result.best is None:
+        raise NoPolicyFits(no_fit_message(result))
+    return result
+
+
+def study_folder(name: str, options: SearchOptions) -> Path:
+    """Returns the folder of the study that a search continues, or begins."""
+    if options.fresh:
+        return unused_folder(options.root, name)
+    return newest_folder(options.root, name) or options.root / name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stages:
+    """One search of a study, which others may search at the same time.
+
+    They take turns at what only one should do: making the study, the baselines, and the end.
+    """
+
+    name: str
+    folder: Path
+    description: Description
+    measurer: Measurer
+    options: SearchOptions
+    listener: Listener
+
+    def run(self, membership: Membership) -> SearchResult:
+        with _turn(self.folder, self.listener):
+            store = _open_or_create(
+                self.folder, self.name, self.options, self.description, self.listener
+            )
+            if not membership.when_alone(store.fail_abandoned_trials):
+                self.listener.on_note(
+                    f"Another search of study {store.name!r} is running; the two share their "
+                    "trials. On the same device each slows the other's steps."
+                )
+            search = self._search_of(store)
+        try:
+            reason = self._searched(search)
+            return self._finished(store, reason, interrupted=False)
+        except KeyboardInterrupt:
+            interrupts.acknowledge()
+            self.listener.on_note(
+                "Interrupted: verifying and exporting the best so far (again to give up)."
+            )
+            return self._finished(store, "interrupted", interrupted=True)
+
+    def _search_of(self, store: StudyStore) -> Search:
+        options = self.options
+        if not options.fresh:
+            adopt_trace(store, options.root)
+        space = build_space(store.layers, options.layer_choice, options.granularity, options.tiers)
+        if not options.fresh:
+            for other in start_from_others(store, options.root, space.decisions):
+                self.listener.on_note(
+                    f"Starting from what study {other!r} measured in this environment."
+                )
+        return Search(
+            store=store,
+            space=space,
+            measurer=self.measurer,
+            settings=SearchSettings(
+                trials=options.trials,
+                timeout_seconds=options.timeout_seconds,
+                sampler=options.sampler,
+                seed=options.seed,
+            ),
+            on_candidate=lambda candidate, done: self.listener.on_candidate(
+                candidate, done, store.budget_bytes
+            ),
+            claiming=lambda: claiming(store.folder),
+        )
+
+    def _searched(self, search: Search) -> str:
+        """Measures baselines and trials. Returns why there are no more."""
+        with _turn(self.folder, self.listener):
+            self.listener.on_phase("baselines", total=self.options.trials)
+            first = search.measure_first()
+            none = first.get(NONE)
+            if none is not None and none.fits(search.store.budget_bytes):
+                return "the step fits without checkpointing"
+            _refuse_failing_ends(first.values())
+            floor_bytes = floor_of(first.get(FULL), search.store.layers)
+            if floor_bytes is not None and floor_bytes > search.store.budget_bytes:
+                return "the budget is under the floor"
+            self.listener.on_phase("search")
+            search.measure_baselines(until=_refuse_failures_alike)
+        return search.run()
+
+    def _finished(self, store: StudyStore, reason: str, *, interrupted: bool) -> SearchResult:
+        with _turn(self.folder, self.listener):
+            winner = self._winner(store, interrupted)
+            result = make_result(store, winner, reason, interrupted, self.description.notes)
+            write_files(result, store.folder)
+        return result
+
+    def _winner(self, store: StudyStore, interrupted: bool) -> Winner:
+        candidates = store.candidates()
+        none = find_candidate(candidates, NONE)
+        if none is not None and none.fits(store.budget_bytes):
+            ranked = [none]
+        elif interrupted:
+            ranked = rank(with_confirmed_figures(store, candidates), store.budget_bytes)
+        else:
+            self.listener.on_phase("confirm")
+            ranked = confirm(store, self.measurer, candidates, steps=2 * self.options.steps)
+        self.listener.on_phase("verify")
+
+        def on_verdict(candidate: Candidate, verdict: Verdict) -> None:
+            verification = verdict.verification
+            if verification is None or not verification.passed:
+                self.listener.on_note(
+                    f"{candidate.name} did not pass verification; the next best follows."
+                )
+
+        return choose_winner(store, self.measurer, ranked, on_verdict)
+
+
+def _turn(folder: Path, listener: Listener) -> contextlib.AbstractContextManager[None]:
+    def on_wait() -> None:
+        listener.on_note(
+            f"Waiting for another search of study {folder.name!r}, which measures the baselines or "
+            "chooses its winner."
+        )
+
+    return turn(folder, on_wait)
+
+
+def _described(measurer: Measurer, options: SearchOptions, listener: Listener) -> Description:
+    listener.on_phase("load")
+    description = measurer.describe()
+    usable_bytes = description.usable_bytes
+    if usable_bytes is not None and options.budget_bytes > usable_bytes:
+        note = (
+            f"The budget is {units.format_gib(options.budget_bytes)}, but the device has only "
+            f"{units.format_gib(usable_bytes)} that this process can use: policies between the two "
+            "will run out of memory."
+        )
+        description = replace(description, notes=(*description.notes, note))
+    for note in description.notes:
+        listener.on_note(note)
+    return description
+
+
+def _refuse_failing_ends(candidates: Iterable[Candidate]) -> None:
+    failures = [c.failure for c in candidates]
+    others = [f for f in failures if f is not None and f.kind not in _OF_POLICIES]
+    if None not in failures and others:
+        raise _failing(others[0], "neither the step without checkpointing nor the one with runs")
+
+
+def _refuse_failures_alike(baselines: Iterable[Candidate]) -> None:
+    failures = [c.failure for c in baselines if c.failure is not None]
+    counts = collections.Counter(f.kind for f in failures if f.kind not in _OF_POLICIES)
+    for kind, count in counts.most_common(1):
+        if count >= _MOST_ALIKE_FAILURES:
+            failure = next(f for f in failures if f.kind is kind)
+            raise _failing(failure, f"{count} baselines failed in the same way")
+
+
+def _failing(failure: Failure, what: str) -> WorkloadError:
+    return WorkloadError(
+        f"{what}: {failure.kind}. {failure.advice}\n{failure.message}\n"
+        "The study remembers it: when the cause is mended, add --fresh."
+    )
+
+
+def _open_or_create(
+    folder: Path,
+    name: str,
+    options: SearchOptions,
+    description: Description,
+    listener: Listener,
+) -> StudyStore:
+    is_forecast = description.priced_step_seconds is not None
+    evidence = Evidence.FORECAST if is_forecast else Evidence.MEASURED
+    try:
+        store = open_study(folder)
+    except StudyNotFound:
+        return create_study(
+            folder,
+            budget_bytes=options.budget_bytes,
+            environment=description.environment,
+            layers=description.layers,
+            series=name,
+            evidence=evidence,
+        )
+    if is_forecast and store.candidates():
+        raise StudyError(
+            f"study {store.name!r} holds measured trials, to which a forecast has nothing to add; "
+            "leave --forecast out to continue it, or name another one with --study"
+        )
+    if is_forecast or store.evidence is Evidence.FORECAST:
+        if not is_forecast:
+            listener.on_note(f"Study {store.name!r} was forecast so far; now it is measured.")
+        # Forecasts stay in the study, apart; its environment becomes that of what comes now.
+        store.begin_anew(description.environment, description.layers, evidence)
+    check_same(store, description.environment, options.budget_bytes, description.layers)
+    return store
