@@ -198,7 +198,7 @@ def run_module(text: str) -> dict[str, Any]:
     return namespace
 
 
-@cases(80)
+@cases(70)
 @given(data=st.data())
 def test_a_record_on_disk_may_hold_anything(templates: list[Template], data: st.DataObject) -> None:
     template = data.draw(st.sampled_from(templates))
@@ -224,7 +224,7 @@ def test_a_policy_that_is_not_json_is_refused_by_name(
             assert read_file(folder) is None
 
 
-@cases(400)
+@cases(300)
 @given(data=st.data())
 def test_records_may_be_nearly_right(templates: list[Template], data: st.DataObject) -> None:
     template = data.draw(st.sampled_from(templates))
@@ -279,7 +279,7 @@ OUTCOMES = [
 ]
 
 
-@cases(220)
+@cases(180)
 @given(
     index=st.sampled_from([0, 1]),
     winner=st.sampled_from([NONE, FULL, "plan at 95%"]),
@@ -330,7 +330,7 @@ def test_figures_may_be_any_numbers(
         run_module(module)
 
 
-@cases(220)
+@cases(180)
 @given(
     names=st.lists(any_texts, min_size=2, max_size=2, unique=True),
     ops=st.lists(any_texts, min_size=1, max_size=3),
@@ -393,7 +393,7 @@ def test_a_study_may_have_any_name(templates: list[Template], name: str) -> None
     assert run_module(module)["META"]["study_name"] == name
 
 
-@cases(150)
+@cases(100)
 @given(
     names=st.lists(any_texts, min_size=1, max_size=4, unique=True),
     ops=st.lists(any_texts, max_size=4),

@@ -84,14 +84,14 @@ OPTIONS = {
         LAYERS_OPTION,
         STEPS,
         TIERS,
-        Option("--root", ["studies", "elsewhere"], ["train.py", "x" * 300, *NOT_TEXT]),
+        Option("--root", ["studies", "elsewhere"], NOT_TEXT),  # --output may make it idle
         JSON,
         Option("--points", ["2", "12"], [*NOT_NUMBERS, "1", "0", "-1", "inf"]),
         Option("--measure", []),
         Option("-o", ["out.json", "elsewhere/out.json"], ["studies", "train.py/x", "x" * 300]),
     ],
     "export": [
-        Option("--root", ["studies"], ["elsewhere", "train.py", "x" * 300, *NOT_TEXT]),
+        Option("--root", ["studies"], NOT_TEXT),  # of no use for a folder
         Option("--output", ["out.py", "elsewhere/out.py"], ["studies", "train.py/x", "x" * 300]),
     ],
     "studies": [ROOT._replace(invalid=NOT_TEXT), JSON],
@@ -102,6 +102,13 @@ STARTS = {
     "trace": ["trace"],
     "frontier": ["frontier"],
 }
+READY = [
+    [["--timm", "vit"]],
+    [["--timm=vit"], ["--image-size", "32"]],
+    [["--hf-config", "config.json"]],
+    [["--hf-config", "config.json"], ["--dtype", "bf16"], ["--lora-rank=8"]],
+]
+"""Instead of a file: models of libraries, with their settings."""
 WORKLOADS = [[], ["train.py"], ["train.py:other"], ["./train.py"], ["package.module:factory"]]
 MISSING = ["missing.py", "no/train", "train.py/x.py", "x" * 300 + ".py", "studies/", *NOT_TEXT]
 POSITIONALS = {
@@ -132,6 +139,7 @@ class Stage:
         self.folder = folder
         for name in ("train.py", "policy.py"):
             (folder / name).write_text("raise AssertionError('must not be imported')")
+        (folder / "config.json").write_text('{"model_type": "gpt2"}')
         self.study = make_study(folder / "studies" / "paper", Evidence.MEASURED).folder
         self.result = artifacts.load_result(self.study)
         self.measurer = ScriptedMeasurer(layers=LAYERS, forecast_factor=1.0)
@@ -247,6 +255,8 @@ def commands(draw: st.DrawFn, options_at_most: int = 5) -> tuple[str, list[list[
     if name == "search" and BUDGET not in chosen:
         chosen.append(BUDGET)
     groups = [draw(written(option, option.valid)) for option in chosen]
+    if name in STARTS and len(positional) == len(POSITIONALS[name][0]) and draw(st.booleans()):
+        groups += draw(st.sampled_from(READY))
     has_device = any(option.name == "--device" for option in chosen)
     if name == "search" and not has_device and draw(st.booleans()):
         groups.append(draw(st.sampled_from([["--forecast"], ["--forecast", "h100"]])))
@@ -272,7 +282,7 @@ def flat(groups: Sequence[Sequence[str]]) -> list[str]:
     return [argument for group in groups for argument in group]
 
 
-@cases(180)
+@cases(100)
 @given(command=commands(), ending=st.sampled_from(ENDINGS), good=st.booleans())
 @example(("search", [["--budget-gb", "1"]]), errors.UsageError("as told"), True)
 def test_right_arguments_end_as_what_they_start(
@@ -291,7 +301,7 @@ def test_right_arguments_end_as_what_they_start(
     assert ended.code == (failed if ending is None and not good else stage.code)
 
 
-@cases(80)
+@cases(40)
 @given(command=commands(), flag=st.sampled_from(["--help", "-h", "--version"]), data=st.data())
 def test_help_and_version_may_stand_anywhere(
     stage: Stage, command: tuple[str, list[list[str]]], flag: str, data: st.DataObject
@@ -346,7 +356,7 @@ def wrong_commands(draw: st.DrawFn) -> list[str]:
     return flat(groups)
 
 
-@cases(300)
+@cases(220)
 @given(arguments=wrong_commands())
 @example(["--budget-gb", "1e300"])
 @example(["--budget-gb", "1", "--study", ""])
@@ -357,7 +367,17 @@ def wrong_commands(draw: st.DrawFn) -> list[str]:
 @example(["verify", "x" * 300])
 @example(["export", "x" * 300])
 @example(["export", "paper", "--root", "x" * 300])
+@example(["export", "paper", "--root", "elsewhere"])
 @example(["studies", "--root", "caf\udce9"])
+@example(["--budget-gb", "1", "--dtype", "bf16"])
+@example(["--budget-gb", "1", "--timm", ""])
+@example(["--budget-gb", "1", "--timm", "vit", "--dtype", "int8"])
+@example(["--budget-gb", "1", "--timm", "vit", "--image-size", "0"])
+@example(["--budget-gb", "1", "--timm", "vit", "--hf-config", "config.json"])
+@example(["--budget-gb", "1", "--timm", "vit", "train.py"])
+@example(["--budget-gb", "1", "--hf-config", "train.py"])
+@example(["--budget-gb", "1", "--hf-config", "x" * 300])
+@example(["trace", "--hf-config", "missing.json"])
 @example(["studies", "--root", "a\x00b"])
 @example(["frontier", "train.py", "--root", "train.py"])
 @example(["frontier", "train.py", "-o", "studies"])
@@ -373,7 +393,7 @@ PLACES = st.one_of(
 )
 
 
-@cases(120)
+@cases(80)
 @given(command=st.sampled_from(list(STARTS)), place=PLACES, ending=st.sampled_from(["", ":f", ":"]))
 def test_a_file_that_is_not_there_is_wrong_usage(
     stage: Stage, command: str, place: str, ending: str
@@ -406,7 +426,15 @@ def tame(text: str) -> str:
     return text.replace("..", "").lstrip("/")
 
 
-ALL_OPTIONS = sorted({option.name for options in OPTIONS.values() for option in options})
+ALL_OPTIONS = sorted(
+    {
+        name
+        for part in [cli.app, *(cli.app[name] for name in OPTIONS if name != "search")]
+        for argument in part.assemble_argument_collection()
+        for name in argument.names
+        if name.startswith("-")
+    }
+)
 ALL_VALUES = sorted(
     {
         value
@@ -425,7 +453,7 @@ arguments_of_any_kind = st.one_of(
 )
 
 
-@cases(350)
+@cases(280)
 @given(
     arguments=st.lists(arguments_of_any_kind, max_size=8),
     ending=st.sampled_from(ENDINGS),

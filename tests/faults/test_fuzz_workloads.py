@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from hostile import PAYLOAD, any_texts, cases, is_unicode, texts
-from hypothesis import given
+from hostile import PAYLOAD, RAW, any_texts, cases, documents, is_unicode, texts
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sac_search import records
@@ -21,7 +22,7 @@ from sac_search.errors import SacSearchError, UsageError, WorkloadError
 from sac_search.failures import failure_from
 from sac_search.worker import __main__ as worker
 from sac_search.worker.protocol import Reply
-from sac_search.workload import build_workload, load_factory
+from sac_search.workload import build_workload, canonical_spec, load_factory, require_file
 
 CPU = torch.device("cpu")
 PRELUDE = """
@@ -235,7 +236,7 @@ def load_and_build(spec: str, batch_size: int | None = None) -> SacSearchError |
     return found
 
 
-@cases(350)
+@cases(300)
 @given(
     content=contents,
     name=st.one_of(st.just("train.py"), st.sampled_from(FILE_NAMES)),
@@ -294,10 +295,43 @@ MODULES = [
 ]
 
 
-@cases(150)
+@cases(120)
 @given(location=st.one_of(st.sampled_from(MODULES), any_texts), ending=st.sampled_from(["", ":no"]))
 def test_a_workload_may_have_any_place(location: str, ending: str) -> None:
     load_and_build(location + ending)
+
+
+@cases(100)
+@given(
+    library=st.sampled_from(["hf:", "timm:"]),
+    model=st.one_of(any_texts, st.just("config.json"), st.text("%?&=+;#/.0a", max_size=9)),
+    settings=st.one_of(
+        st.just(""),
+        any_texts.map("?{}".format),
+        any_texts.map("?dtype={}".format),
+        any_texts.map("?sequence_length={}".format),
+        st.integers().map("?lora_rank={}".format),
+    ),
+)
+@example("hf:", "x" * 300, "")
+@example("hf:", "\x00", "")
+@example("timm:", "vit", "?sequence_length=" + "9" * 5000)
+def test_a_recipe_may_be_any_text(library: str, model: str, settings: str) -> None:
+    spec = library + model + settings
+    with contextlib.suppress(UsageError):
+        require_file(spec)
+        assert canonical_spec(spec) == canonical_spec(canonical_spec(spec))
+
+
+@cases(100)
+@given(content=st.one_of(st.sampled_from(RAW), documents.map(json.dumps), st.binary(max_size=9)))
+def test_a_models_config_may_hold_anything(files: Path, content: str | bytes) -> None:
+    path = files / "config.json"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    try:
+        require_file(f"hf:{path}")
+    except UsageError as error:
+        assert str(path) in str(error)  # noqa: PT017
 
 
 @pytest.mark.parametrize("exception", EXCEPTIONS)
