@@ -423,6 +423,7 @@ class Search:
     # --- stopping ---------------------------------------------------------------------------------
 
     def _stop_when_finished(self, study: optuna.Study, trial: optuna.trial.FrozenTrial) -> None:
+        self._learn_from_others()
         if self.is_finished():
             study.stop()
         elif self._repeats >= _PATIENCE_WITH_REPEATS and not self._enqueue_neighbour():
