@@ -17,7 +17,8 @@ import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
+from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import (
@@ -36,6 +37,7 @@ from sac_search.errors import CannotForecast
 from sac_search.fake import FAKE_DEVICE, FakeMode, faked
 from sac_search.policy import Policy
 from sac_search.policy_runtime import site_of
+from sac_search.ranks import local_tensor
 from sac_search.records import Phase
 from sac_search.workload import Workload
 from sac_search.workspaces import WorkspaceKey, workspace_key
@@ -163,6 +165,7 @@ def _count_step(
             applied(workload.bare_model, policy),
             phases_marked(workload.model),
             _random_states_noted(tracker),
+            _resizes_noted(tracker),
             _layers_noted(tracker, workload.bare_model),
             mode,
             tracker,
@@ -192,9 +195,8 @@ class StorageTracker(TorchDispatchMode):
 
     The tensors may be fake or real. Known limits: memory that a kernel takes and gives back while
     it runs is seen as far as `workspaces` tell; allocators round sizes up, and hold more than what
-    is alive; a storage that is resized, or made by code outside of torch's ops, keeps its old size
-    or is not seen; sums of gradients in user code that look like the engine's own are taken for
-    them.
+    is alive; a storage that is made by code outside of torch's ops is not seen; sums of gradients
+    in user code that look like the engine's own are taken for them.
     """
 
     supports_higher_order_operators = True
@@ -218,6 +220,7 @@ class StorageTracker(TorchDispatchMode):
         self._values = values
         self._values_read = 0
         self._storages: dict[int, weakref.ref[Any]] = {}
+        self._sizes: dict[int, int] = {}
         self._producers: dict[int, object] = {}
         self._phase = Phase.FORWARD
         self._deferred = False
@@ -246,16 +249,25 @@ class StorageTracker(TorchDispatchMode):
         if storage is None or storage._cdata in self._storages:
             return
         key = storage._cdata
-        size_bytes = storage.nbytes()
-        self.live_bytes += size_bytes
+        self._sizes[key] = storage.nbytes()
+        self.live_bytes += self._sizes[key]
 
         def forget(_: object) -> None:
             del self._storages[key]
             self._producers.pop(key, None)
-            self.live_bytes -= size_bytes
+            self.live_bytes -= self._sizes.pop(key)
 
         self._storages[key] = weakref.ref(storage, forget)
         self._producers[key] = _current_node()
+
+    def note_size(self, storage: torch.UntypedStorage) -> None:
+        """Counts a storage by the size that it has now, if it was counted before."""
+        if storage._cdata not in self._sizes:
+            return
+        self._settle()
+        self.live_bytes += storage.nbytes() - self._sizes[storage._cdata]
+        self._sizes[storage._cdata] = storage.nbytes()
+        self._note_peak()
 
     def bytes_of(self, tensors: Iterable[torch.Tensor]) -> int:
         """Returns the bytes of the storages of `tensors`, each once."""
@@ -305,7 +317,7 @@ class StorageTracker(TorchDispatchMode):
         if not isinstance(value, torch.Tensor) or value.device.type != self._device_type:
             return None
         try:
-            return value.untyped_storage()
+            return cast("torch.Tensor", local_tensor(value)).untyped_storage()
         except (RuntimeError, NotImplementedError):  # no storage of its own
             return None
 
@@ -433,6 +445,20 @@ def _random_states_noted(tracker: StorageTracker) -> Iterator[None]:
         yield
     finally:
         torch.get_rng_state = plain
+
+
+@contextlib.contextmanager
+def _resizes_noted(tracker: StorageTracker) -> Iterator[None]:
+    """Tells the tracker of storages that are resized: FSDP2 frees gathered parameters like this."""
+    plain: Any = torch.UntypedStorage.resize_
+
+    def resize(storage: torch.UntypedStorage, size: int) -> Any:
+        result = plain(storage, size)
+        tracker.note_size(storage)
+        return result
+
+    with mock.patch.object(torch.UntypedStorage, "resize_", resize):
+        yield
 
 
 @contextlib.contextmanager

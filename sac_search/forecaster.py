@@ -47,9 +47,9 @@ class Forecaster:
     """Forecasts steps of one workload. Learns from one real step, under full checkpointing.
 
     Where fake tensors cannot take the step's path, since shapes depend on values, the step runs for
-    real and is counted while it runs: as exact, but it needs the memory that it counts. Not so with
-    several ranks: under fake tensors none waits for another, but a step that runs has to be run by
-    all of them, and one that fails on a single rank leaves the others waiting.
+    real and is counted while it runs: as exact, but it needs the memory that it counts. Several
+    ranks, which have to do alike, never find that out by trying: only where `why_tracked` gives a
+    reason from the start are their steps counted like that, by all of them together.
 
     Raises:
         CannotForecast: not even that can be done, or with several ranks, not on all of them.
@@ -61,6 +61,8 @@ class Forecaster:
         layers: Sequence[LayerTrace],
         device: torch.device,
         peers: Peers = ALONE,
+        *,
+        why_tracked: str = "",
     ) -> None:
         self._workload = workload
         self._device = device
@@ -76,7 +78,7 @@ class Forecaster:
         gc.collect()
         self._foreign_bytes = foreign_tensor_bytes(workload, device)
         self._forecasts: dict[str, Forecast] = {}
-        self.why_tracked = ""
+        self.why_tracked = why_tracked
         """Why steps are counted while they run for real; empty where they need not be."""
         if peers.size > 1:
             self._try_on_all_ranks(full, peers)

@@ -257,8 +257,11 @@ class _Recorder(TorchDispatchMode):
             self.records[layer.name] = _LayerRecord()
             enter = self._enter_hook(layer.name)
             handles.append(modules[layer.name].register_forward_pre_hook(enter, with_kwargs=True))
+            # Before other hooks: what FSDP2 does after a layer is none of its ops.
             handles.append(
-                modules[layer.name].register_forward_hook(self._leave_hook, always_call=True)
+                modules[layer.name].register_forward_hook(
+                    self._leave_hook, prepend=True, always_call=True
+                )
             )
         try:
             yield

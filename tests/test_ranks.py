@@ -221,7 +221,11 @@ def test_layers_are_known_by_the_names_of_the_model_inside(how: str) -> None:
     assert [layer.name for layer in found] == LAYERS
     traces = trace_layers(workload, found, CPU, Clock.CPU, repeats=1)
     # FSDP2 gathers before a layer's region begins, and frees after it.
-    assert {op.op_class for trace in traces for op in trace.ops}.isdisjoint({"collective"})
+    plain = Workload(tiny.stack(3), mean_square, workload.batch)
+    expected = trace_layers(plain, find_layers(plain.model, plain.run_loss), CPU, Clock.CPU)
+    for trace, other in zip(traces, expected, strict=True):
+        assert [op.site_name for op in trace.ops] == [op.site_name for op in other.ops]
+        assert [op.output_bytes for op in trace.ops] == [op.output_bytes for op in other.ops]
 
 
 @pytest.mark.parametrize("how", HOWS)
@@ -282,7 +286,7 @@ def test_gradients_are_compared_and_a_wrong_one_is_seen(how: str) -> None:
     assert wrong.worst_parameter.startswith("blocks.")
 
 
-@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+@pytest.mark.parametrize("how", ["ddp", "fsdp", "fsdp kept"])
 def test_a_session_takes_a_wrapped_model_and_exports_names_of_the_bare_one(how: str) -> None:
     session = Session(workload_of(how), SessionSettings(spec="here", steps=2), CPU)
     description = session.describe()
@@ -290,8 +294,15 @@ def test_a_session_takes_a_wrapped_model_and_exports_names_of_the_bare_one(how: 
     found = session.measure(SAVE_MATMUL)
     assert measured(found).steps == 2
     assert session.verify(SAVE_MATMUL).verification is not None
-    if how == "ddp":  # fake tensors reach none of its buckets, and it adds nothing to them
-        assert found.forecast_peak_bytes == measured(found).allocated_bytes
+    # Fake tensors reach none of DDP's buckets, and it adds nothing to them; what FSDP2 gathers and
+    # frees is counted while the step runs, but for a few integers of its own.
+    unseen_bytes = 0 if how == "ddp" else 64
+    assert found.forecast_peak_bytes == pytest.approx(
+        measured(found).allocated_bytes, abs=unseen_bytes
+    )
+    assert any("counted while its step runs" in note for note in description.notes) == bool(
+        unseen_bytes
+    )
     text = render_module(SAVE_MATMUL, meta=META, headline=["For a test."])
     namespace: dict[str, Any] = {}
     exec(compile(text, "policy.py", "exec"), namespace)  # noqa: S102

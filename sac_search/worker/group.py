@@ -430,6 +430,7 @@ class _Follower:
         self._process: WorkerProcess | None = None
         self._generation = 0
         self._log_path: Path | None = None
+        self._leader_log_path: Path | None = None
 
     def serve(self) -> int:
         """Does what rank 0 says until it ends. Returns its exit code."""
@@ -443,6 +444,7 @@ class _Follower:
                     case Stop():
                         self._stop()
                     case End(exit_code=exit_code):
+                        self._drop_log_of_nothing(exit_code)
                         return exit_code
         finally:
             self._stop()
@@ -453,7 +455,7 @@ class _Follower:
     def _start(self, start: Start) -> None:
         self._stop()
         self._generation = start.generation
-        path = Path(start.log_path)
+        path = self._leader_log_path = Path(start.log_path)
         self._log_path = path.with_name(f"{path.stem}.rank{self._launch.rank}{path.suffix}")
         # Without a worker whatever is asked next fails, and rank 0 is told why.
         with contextlib.suppress(OSError):
@@ -476,6 +478,13 @@ class _Follower:
         if self._process is not None:
             self._process.stop()
             self._process = None
+
+    def _drop_log_of_nothing(self, exit_code: int) -> None:
+        """Removes this rank's log where rank 0 has removed its own."""
+        if self._log_path is None or self._leader_log_path is None:
+            return
+        if exit_code == 0 and self._launch.is_on_one_machine and not self._leader_log_path.exists():
+            self._log_path.unlink(missing_ok=True)
 
     def _write_error(self, text: str) -> None:
         line = f"sac-search: rank {self._launch.rank}: {text}\n"

@@ -319,14 +319,16 @@ class Session:
     def _prepare_forecasts(self, layers: Sequence[LayerTrace]) -> None:
         # A forecast is a help, never a need: whatever a model does under fake tensors, the search
         # goes on by measuring alone.
-        if self._peers.size > 1 and any(map(is_distributed, self._workload.parameters())):
-            self._forecast_problem = (
-                "its parameters are spread over the ranks, and what gathering them takes shows in "
-                "a real step only"
-            )
-            return
+        is_sharded = any(map(is_distributed, self._workload.parameters()))
+        why_tracked = "its parameters are sharded, and gathered in a real step only"
         try:
-            self._forecaster = Forecaster(self._workload, layers, self._device, self._peers)
+            self._forecaster = Forecaster(
+                self._workload,
+                layers,
+                self._device,
+                self._peers,
+                why_tracked=why_tracked if is_sharded else "",
+            )
         except Exception as error:
             if self._peers.size > 1 and not isinstance(error, CannotForecast):
                 raise step_error(error, "a training step") from error

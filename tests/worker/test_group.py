@@ -323,6 +323,17 @@ def test_all_ranks_end_with_rank_0s_exit_code(job: Job, client: WorkerClient) ->
     assert job.exit_codes == {1: 3, 2: 3}
 
 
+def test_a_log_that_rank_0_does_not_keep_no_rank_keeps(job: Job, client: WorkerClient) -> None:
+    logs = [job.log_path, *(job.log_path.with_name(f"worker.rank{n}.log") for n in (1, 2))]
+    client.measure(NO_CHECKPOINTING)
+    for log in logs:
+        log.touch()
+    job.log_path.unlink()
+    job.group.end(0)
+    job.join()
+    assert not any(log.exists() for log in logs)
+
+
 def test_whoever_does_not_know_the_job_is_not_let_in(
     store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
