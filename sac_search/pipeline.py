@@ -26,6 +26,7 @@ from sac_search.study.sharing import Membership, claiming, joined, turn
 from sac_search.study.store import (
     StudyStore,
     check_same,
+    check_same_budget,
     create_study,
     newest_folder,
     open_study,
@@ -38,6 +39,12 @@ from sac_search.worker.session import Description, Verdict
 _MOST_ALIKE_FAILURES = 3
 # What a policy may well do, and another not.
 _OF_POLICIES = (FailureKind.OUT_OF_MEMORY, FailureKind.HOST_OUT_OF_MEMORY)
+# What a policy function may well do, and plain checkpointing not.
+_OF_POLICY_FUNCTIONS = (
+    FailureKind.RECOMPUTE_MISMATCH,
+    FailureKind.MUTATED_SAVED_TENSOR,
+    FailureKind.NOT_IN_STORAGE,
+)
 
 
 def run_search(
@@ -122,21 +129,34 @@ class _Stages:
             store = _open_or_create(
                 self.folder, self.name, self.options, self.description, self.listener
             )
-            if not membership.when_alone(store.fail_abandoned_trials):
+            alone = membership.when_alone(store.fail_abandoned_trials)
+            if membership.can_tell and not alone:
                 self.listener.on_note(
                     f"Another search of study {store.name!r} is running; the two share their "
                     "trials. On the same device each slows the other's steps."
                 )
             search = self._search_of(store)
+        reason = self._searched_or_interrupted(search)
         try:
-            reason = self._searched(search)
-            return self._finished(store, reason, interrupted=False)
+            if reason is not None:
+                return self._finished(store, reason, interrupted=False)
         except KeyboardInterrupt:
-            interrupts.acknowledge()
-            self.listener.on_note(
-                "Interrupted: verifying and exporting the best so far (again to give up)."
-            )
-            return self._finished(store, "interrupted", interrupted=True)
+            self._acknowledge()
+        # Not inside `except`: there the interrupted step's tensors would still be alive.
+        return self._finished(store, "interrupted", interrupted=True)
+
+    def _searched_or_interrupted(self, search: Search) -> str | None:
+        try:
+            return self._searched(search)
+        except KeyboardInterrupt:
+            self._acknowledge()
+            return None
+
+    def _acknowledge(self) -> None:
+        interrupts.acknowledge()
+        self.listener.on_note(
+            "Interrupted: verifying and exporting the best so far (again to give up)."
+        )
 
     def _search_of(self, store: StudyStore) -> Search:
         options = self.options
@@ -161,6 +181,7 @@ class _Stages:
             on_candidate=lambda candidate, done: self.listener.on_candidate(
                 candidate, done, store.budget_bytes
             ),
+            on_note=self.listener.on_note,
             claiming=lambda: claiming(store.folder),
         )
 
@@ -178,13 +199,14 @@ class _Stages:
                 return "the budget is under the floor"
             self.listener.on_phase("search")
             search.measure_baselines(until=_refuse_failures_alike)
-        return search.run()
+        return search.run_trials()
 
     def _finished(self, store: StudyStore, reason: str, *, interrupted: bool) -> SearchResult:
         with _turn(self.folder, self.listener):
             winner = self._winner(store, interrupted)
             result = make_result(store, winner, reason, interrupted, self.description.notes)
             write_files(result, store.folder)
+            store.write("is_finished", not interrupted)
         return result
 
     def _winner(self, store: StudyStore, interrupted: bool) -> Winner:
@@ -243,8 +265,12 @@ def _refuse_failing_ends(candidates: Iterable[Candidate]) -> None:
 
 
 def _refuse_failures_alike(baselines: Iterable[Candidate]) -> None:
-    failures = [c.failure for c in baselines if c.failure is not None]
-    counts = collections.Counter(f.kind for f in failures if f.kind not in _OF_POLICIES)
+    tried = list(baselines)
+    failures = [c.failure for c in tried if c.failure is not None]
+    # Where layers can be checkpointed, what a policy function cannot do leaves those policies.
+    runs_checkpointed = any(c.measurement is not None and c.policy.layers for c in tried)
+    of_policies = _OF_POLICIES + (_OF_POLICY_FUNCTIONS if runs_checkpointed else ())
+    counts = collections.Counter(f.kind for f in failures if f.kind not in of_policies)
     for kind, count in counts.most_common(1):
         if count >= _MOST_ALIKE_FAILURES:
             failure = next(f for f in failures if f.kind is kind)
@@ -283,6 +309,7 @@ def _open_or_create(
             f"study {store.name!r} holds measured trials, to which a forecast has nothing to add; "
             "leave --forecast out to continue it, or name another one with --study"
         )
+    check_same_budget(store, options.budget_bytes)
     if is_forecast or store.evidence is Evidence.FORECAST:
         if not is_forecast:
             listener.on_note(f"Study {store.name!r} was forecast so far; now it is measured.")

@@ -149,6 +149,8 @@ class Factory:
     """The file that holds it; None for one that was never in a file."""
     folder: Path | None = None
     """The folder of that file, or the one that holds its package."""
+    release: str = ""
+    """The release of the library that the workload is made by, where one is."""
 
     @property
     def takes_device(self) -> bool:
@@ -193,10 +195,12 @@ def load_factory(spec: str) -> Factory:
 def hash_sources(factory: Factory) -> str:
     """Returns the SHA-256 of the texts that the workload is made of, as far as they are loaded.
 
-    That is the factory's file and the modules that lie beside or below it: not what is installed,
-    and not exported policies, which a search may write anew.
+    That is the factory's file, the release of the library that it stands for, and the modules that
+    lie beside or below it: not what is installed, and not exported policies, which a search may
+    write anew.
     """
     found = hashlib.sha256(factory.path.read_bytes() if factory.path is not None else b"")
+    found.update(factory.release.encode())
     if factory.path is None or factory.folder is None:
         return found.hexdigest()
     others = {

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import sys
 import textwrap
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -456,6 +458,15 @@ def test_batches_from_a_callable_follow_each_other() -> None:
 
 
 # --- extras ---------------------------------------------------------------------------------------
+
+
+def test_every_extra_that_is_named_is_one_of_the_packages() -> None:
+    root = Path(__file__).parents[1]
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    files = [*(root / "sac_search").rglob("*.py"), *(root / "studies").glob("*.py")]
+    named = {extra for file in files for extra in re.findall(r'extra="([^"]+)"', file.read_text())}
+    assert "transformers" in named
+    assert named <= project["optional-dependencies"].keys()
 
 
 def test_a_missing_extra_is_named() -> None:

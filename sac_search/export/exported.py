@@ -346,9 +346,12 @@ def _modules_of(function: Any) -> list[torch.nn.Module]:
     if isinstance(function, functools.partial):
         held = [*_modules_of(function.func), *function.args]
     else:
-        cells = getattr(function, "__closure__", None) or ()
         held = [function, getattr(function, "__self__", None)]
-        held += [cell.cell_contents for cell in cells]
+        for cell in getattr(function, "__closure__", None) or ():
+            try:
+                held.append(cell.cell_contents)
+            except ValueError:  # not filled yet
+                continue
     return [_unwrapped(value)[0] for value in held if isinstance(value, torch.nn.Module)]
 
 
@@ -356,6 +359,11 @@ def _warn_of_device(model: torch.nn.Module) -> None:
     device = next((parameter.device for parameter in model.parameters()), None)
     made_for = META["environment"]
     if device is None or device.type == "meta":
+        return
+    if META.get("evidence") == "forecast":
+        _warn(
+            f"it is a forecast for {made_for['device_name']}: nothing was measured or verified", 5
+        )
         return
     here = ""
     if device.type != made_for["device"]:

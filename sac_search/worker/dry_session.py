@@ -67,8 +67,8 @@ class DrySession:
             sized = functools.partial(build_builtin, device_memory_bytes=rates.memory_bytes)
             factory = replace(factory, function=sized)
         self.workload = _build(factory, settings.batch_size)
-        self._source_hash = hash_sources(factory)
         """The workload, its tensors on the meta device or, where that failed, on the CPU."""
+        self._source_hash = hash_sources(factory)
         refuse_own_checkpointing(self.workload.model)
         _choose_foreach(self.workload)
         _make_optimizer_state(self.workload)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -120,12 +120,14 @@ class Session:
         device: torch.device,
         source_hash: str = "",
         peers: Peers = ALONE,
+        restore: Callable[[], None] | None = None,
     ) -> None:
         self._workload = workload
         self._settings = settings
         self._device = device
         self._source_hash = source_hash
         self._peers = peers
+        self._restore = restore
         self._diverged = False
         clock = settings.clock or devices.default_clock(device)
         self._meter = StepMeter(
@@ -154,16 +156,32 @@ class Session:
         )
 
     def measure(self, policy: Policy) -> Outcome:
-        """Returns what `policy` costs."""
-        outcome = self._noted(self._meter.measure(policy, self._reference))
-        if outcome.failure is not None and self._peers.size > 1:
-            return outcome  # at once, for the others may wait for this rank
+        """Returns what `policy` costs, and its forecast."""
+        outcome = self.run_steps(policy)
         return replace(outcome, forecast_peak_bytes=self.forecast(policy).peak_bytes)
+
+    def run_steps(self, policy: Policy) -> Outcome:
+        """Returns what `policy` costs, without its forecast."""
+        outcome = self._noted(self._meter.measure(policy, self._reference))
+        if self._restore is not None and self._diverged:
+            # It may have been the steps before: those of a trial move the parameters on.
+            self._start_over()
+            outcome = self._noted(self._meter.measure(policy, self._reference))
+            if self._diverged:
+                self._start_over()
+        return outcome
 
     def compare(self, policies: Sequence[Policy], steps: int) -> list[Outcome]:
         """Returns what each policy costs, their steps interleaved."""
         outcomes = self._meter.compare(policies, self._reference, steps=steps)
-        return [self._noted(outcome) for outcome in outcomes]
+        found = [self._noted(outcome) for outcome in outcomes]
+        if self._restore is None or not self._diverged:
+            return found
+        self._start_over()
+        return [
+            outcome if outcome.failure is None else self.run_steps(policy)
+            for policy, outcome in zip(policies, found, strict=True)
+        ]
 
     def forecast(self, policy: Policy) -> ForecastPeak:
         """Returns the peak of allocated bytes that `policy` would have, without running it."""
@@ -267,6 +285,12 @@ class Session:
         # A device that is broken for good raises here as well; `is_healthy` will tell.
         with contextlib.suppress(Exception):
             devices.free_cached_memory(self._device)
+
+    def _start_over(self) -> None:
+        """Puts parameters and optimizer back, after a loss that was not finite."""
+        assert self._restore is not None
+        self._restore()
+        self._diverged = False
 
     def _noted(self, outcome: Outcome) -> Outcome:
         failure = outcome.failure

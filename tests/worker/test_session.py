@@ -469,7 +469,7 @@ def test_the_server_answers(write: Callable[..., SessionSettings]) -> None:
     server = _Server()
     settings = write("def workload(): return build()", steps=1)
     assert msgspec.json.decode(ask(server, "load", settings, 7).result) is True
-    reply = ask(server, "measure", FULL, 8)
+    reply = ask(server, "run_steps", FULL, 8)
     assert (reply.number, reply.error, reply.healthy) == (8, None, True)
     outcome = msgspec.json.decode(reply.result, type=Outcome)
     assert outcome.measurement is not None
@@ -488,7 +488,7 @@ def test_errors_of_ours_cross_the_pipe(write: Callable[..., SessionSettings]) ->
     assert error is not None
     assert error.type_name == "WorkloadError"
     assert "in workload" in error.user_traceback
-    error = ask(server, "measure", FULL).error
+    error = ask(server, "run_steps", FULL).error
     assert error is not None
     assert error.type_name == "WorkerError"
 
@@ -502,11 +502,11 @@ def test_errors_that_nobody_thought_of_replace_the_worker(
     def broken(session: Session, policy: Any) -> Outcome:
         raise KeyError("nobody thought of it")
 
-    monkeypatch.setattr(Session, "measure", broken)
-    reply = ask(server, "measure", FULL)
+    monkeypatch.setattr(Session, "run_steps", broken)
+    reply = ask(server, "run_steps", FULL)
     assert reply.error is not None
     assert reply.error.type_name == "WorkerError"
-    assert "the worker failed in measure: KeyError: 'nobody thought of it'" in reply.error.message
+    assert "the worker failed in run_steps: KeyError: 'nobody thought of it'" in reply.error.message
     assert not reply.healthy
 
 
@@ -514,5 +514,5 @@ def test_a_session_that_is_not_healthy_says_so(write: Callable[..., SessionSetti
     server = _Server()
     ask(server, "load", write("def workload(): return build()"))
     leak = torch.ones(5 * 2**20)
-    assert not ask(server, "measure", FULL).healthy
+    assert not ask(server, "run_steps", FULL).healthy
     del leak
