@@ -43,6 +43,7 @@ from sac_search.workload import (
     canonical_spec,
     format_user_traceback,
     hash_sources,
+    with_largest_batch,
 )
 
 OUT_OF_MEMORY = frozenset({FailureKind.OUT_OF_MEMORY, FailureKind.HOST_OUT_OF_MEMORY})
@@ -121,6 +122,7 @@ class Session:
         source_hash: str = "",
         peers: Peers = ALONE,
     ) -> None:
+        workload = with_largest_batch(workload)
         self._workload = workload
         self._settings = settings
         self._device = device
