@@ -218,6 +218,31 @@ def resnet() -> Shape:
     return shape
 
 
+def timm_shape(name: str, **options: Any) -> Shape:
+    """Returns the step of an image classifier of timm."""
+    import timm
+
+    model = timm.create_model(name, num_classes=CLASSES, **options)
+    labels = torch.arange(8) % CLASSES
+
+    def image_loss(model: nn.Module, images: Tensor) -> Tensor:
+        return functional.cross_entropy(model(images), labels)
+
+    return Shape(model=model, loss_fn=image_loss, batch=random_values(8, 3, 32, 32))
+
+
+def timm_vit() -> Shape:
+    """A vision transformer whose blocks are left out at random."""
+    options = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 4, "num_heads": 2}
+    return timm_shape("vit_tiny_patch16_224", drop_path_rate=0.3, **options)
+
+
+def timm_convnext() -> Shape:
+    """Stages of unlike sizes."""
+    options = {"depths": (2, 2, 2, 1), "dims": (16, 24, 32, 40)}
+    return timm_shape("convnext_atto", drop_path_rate=0.2, **options)
+
+
 def flux() -> Shape:
     """Blocks of two kinds: with text and image apart, then with both as one sequence."""
     import diffusers
@@ -294,6 +319,8 @@ SHAPES: dict[str, tuple[Callable[[], Shape], tuple[str, ...]]] = {
     "vision transformer": (vit, ("transformers",)),
     "ConvNeXt": (convnext, ("transformers",)),
     "ResNet": (resnet, ("transformers",)),
+    "vision transformer of timm": (timm_vit, ("timm",)),
+    "ConvNeXt of timm": (timm_convnext, ("timm",)),
     "Flux": (flux, ("diffusers",)),
     "Mamba": (mamba, ("transformers",)),
     "linear attention": (linear_attention, ()),

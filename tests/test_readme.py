@@ -45,9 +45,9 @@ OF_LLAMA = ("Trainer of transformers", "TRL", "PEFT")
 OF_DIFFUSERS = ("diffusers", "diffusers, by its hooks")
 
 
-def follow(name: str, **names: Any) -> dict[str, Any]:
+def follow(row: str, /, **names: Any) -> dict[str, Any]:
     """Runs the lines of a row, given what they name. Returns all names afterwards."""
-    exec(LINES[name], names)  # noqa: S102
+    exec(LINES[row], names)  # noqa: S102
     return names
 
 
