@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
 import sys
 import textwrap
 import tomllib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from sac_search.workload import (
     require,
     require_file,
     split_spec,
+    with_largest_batch,
 )
 
 CPU = torch.device("cpu")
@@ -449,6 +452,46 @@ def test_a_step_of_ones_own_replaces_the_default_one() -> None:
     assert not workload.run_step().requires_grad
     assert seen == [workload]
     assert workload.model.weight.grad is None  # no backward pass but the user's
+
+
+def drawn(*lengths: int) -> Workload:
+    """Returns a workload whose batches have these lengths, in turn."""
+    batches = itertools.cycle(
+        {"x": [Pair(left=torch.full((length, 2), float(length)), right=None)]} for length in lengths
+    )
+    return tiny_workload(batch=lambda: next(batches))
+
+
+@dataclass(frozen=True)
+class Pair:
+    left: torch.Tensor
+    right: torch.Tensor | None
+
+
+def test_of_unlike_batches_the_largest_is_taken_for_all_steps() -> None:
+    workload = with_largest_batch(drawn(2, 5, 3))
+    batches = [workload.next_batch() for _ in range(4)]
+    assert [len(batch.pop("x")[0].left) for batch in batches] == [5, 5, 5, 5]  # each its own copy
+    assert len(workload.next_batch()["x"]) == 1
+    (note,) = workload.notes
+    assert "the largest of the first 16" in note
+
+
+def test_batches_of_one_size_are_drawn_on() -> None:
+    workload = drawn(3)
+    assert with_largest_batch(workload) is workload
+    plain = tiny_workload()
+    assert with_largest_batch(plain) is plain
+
+
+def test_a_loader_that_ends_is_taken_as_far_as_it_goes() -> None:
+    batches = iter(torch.ones(length, 2) for length in (1, 3, 2))
+    workload = with_largest_batch(tiny_workload(batch=lambda: next(batches)))
+    assert [len(workload.next_batch()) for _ in range(3)] == [3, 3, 3]
+    assert "the largest of the first 3," in workload.notes[0]
+    ended = with_largest_batch(tiny_workload(batch=lambda: next(iter(()))))
+    with pytest.raises(StopIteration):
+        ended.next_batch()
 
 
 def test_batches_from_a_callable_follow_each_other() -> None:

@@ -252,6 +252,9 @@ def _find_layers(model: torch.nn.Module) -> dict[torch.nn.Module, _Found]:
         more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
         near = [name for name in modules if name.endswith(f".{missing[0]}")]
         hint = f"It has {', '.join(near[:3])}: apply the policy to that part. " if near else ""
+        held = [name for name in modules if "." in name and missing[0].endswith(f".{name}")]
+        if held:
+            hint = f"It has {held[0]}: apply the policy to what holds this model. "
         raise ValueError(
             f"{type(model).__name__} has no layer {', '.join(missing[:5])}{more}. {hint}"
             "The policy was made for a model with these names; search again for another one."

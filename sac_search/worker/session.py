@@ -43,6 +43,7 @@ from sac_search.workload import (
     canonical_spec,
     format_user_traceback,
     hash_sources,
+    with_largest_batch,
 )
 
 OUT_OF_MEMORY = frozenset({FailureKind.OUT_OF_MEMORY, FailureKind.HOST_OUT_OF_MEMORY})
@@ -122,6 +123,7 @@ class Session:
         peers: Peers = ALONE,
         restore: Callable[[], None] | None = None,
     ) -> None:
+        workload = with_largest_batch(workload)
         self._workload = workload
         self._settings = settings
         self._device = device

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -264,6 +265,27 @@ def test_measurements_and_comparisons() -> None:
     assert measurement.steps == 2
     outcomes = session.compare([FULL, NO_CHECKPOINTING], 3)
     assert [o.measurement.steps for o in outcomes if o.measurement] == [3, 3]
+
+
+def peaks_with(batch: Any) -> set[int]:
+    """Returns the peaks that some measurements of one policy gave."""
+    workload = Workload(tiny.stack(), mean_square, batch)
+    session = Session(workload, SessionSettings(spec="here", steps=1), CPU)
+    notes = session.describe().notes
+    assert any("differ in size" in note for note in notes) == callable(batch)
+    verification = session.verify(FULL).verification
+    assert verification is not None and verification.bitwise
+    outcomes = [session.measure(FULL) for _ in range(3)]
+    return {o.measurement.allocated_bytes for o in outcomes if o.measurement is not None}
+
+
+def test_every_step_runs_on_the_largest_of_unlike_batches() -> None:
+    lengths = itertools.cycle((4, 64, 16))
+    found = peaks_with(lambda: tiny.tokens(2, next(lengths), tiny.HIDDEN))
+    gc.collect()
+    (expected,) = peaks_with(tiny.tokens(2, 64, tiny.HIDDEN))
+    # The batch that every step gets a copy of stays beside it.
+    assert found == {expected + 2 * 64 * tiny.HIDDEN * 4}
 
 
 def test_a_verification_is_against_no_checkpointing() -> None:
