@@ -375,17 +375,17 @@ def _live_storages(device: torch.device) -> list[torch.UntypedStorage]:
 def _add_storage(
     tensor: torch.Tensor, device: torch.device, storages: dict[int, torch.UntypedStorage]
 ) -> None:
-    if tensor.device.type != device.type:
-        return
     try:
+        if tensor.device.type != device.type:
+            return
         storage = tensor.untyped_storage()
         # A dry run may leave fake tensors in a module until its next forward, as in the list of
         # weights that nn.LSTM keeps: they only say that they are here, and have no address.
         if storage.device.type != device.type:
             return
         address = storage.data_ptr()
-    except (RuntimeError, NotImplementedError):  # no storage of its own: sparse, wrapper subclasses
-        return
+    except (RuntimeError, NotImplementedError):
+        return  # no storage of its own: sparse, wrapper subclasses; no device: an undefined tensor
     if address:
         storages[address] = storage
 
