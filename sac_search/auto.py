@@ -132,7 +132,7 @@ def auto_checkpoint(
             stack.enter_context(_training(model))
             result = search_here(workload, options, listener, fingerprint)
     devices.free_cached_memory(device)
-    if result.policy.layers:
+    if not result.policy.changes_nothing:
         apply_policy(model, result.policy)
     return AppliedPolicy(policy=result.policy, result=result, from_cache=from_cache)
 

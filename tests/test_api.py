@@ -525,6 +525,9 @@ def test_interrupted_later_it_keeps_the_figures_that_were_confirmed(tmp_path: Pa
         ({"timeout_seconds": 0}, "timeout_seconds is 0; it must be more than 0"),
         ({"timeout_seconds": float("nan")}, "timeout_seconds is nan"),
         ({"trial_timeout_seconds": -5}, "trial_timeout_seconds is -5"),
+        ({"compile_backend": "eager"}, "add --compile on or --compile search"),
+        ({"compile_mode": "max-autotune"}, "but nothing is compiled"),
+        ({"compile_dynamic": False}, "but nothing is compiled"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(changes: dict[str, Any], message: str) -> None:
