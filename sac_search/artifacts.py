@@ -140,7 +140,7 @@ def no_fit_message(result: SearchResult) -> str:
         f"{smallest.name} ({smallest.policy.describe()}); its peak is in the phase: "
         f"{smallest.measurement.peak_phase}.",
     ]
-    if result.floor_bytes is not None:
+    if result.floor_bytes is not None and result.compile_options is None:
         lines.append(
             f"No checkpointing policy can go under {units.format_gib(result.floor_bytes)}: "
             "parameters, gradients, optimizer state and its temporaries, and the loss."

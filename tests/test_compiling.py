@@ -10,12 +10,14 @@ import gc
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import torch
 from functorch.compile import make_boxed_func
+from scripted import Listener
 from tiny import HIDDEN, MM
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
@@ -23,7 +25,8 @@ from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-from sac_search.apply import applied, apply_policy
+from sac_search.api import search
+from sac_search.apply import applied, apply_policy, load_policy_module
 from sac_search.compiling import CompileOptions, Compiler, is_compiled
 from sac_search.device import Clock
 from sac_search.errors import UsageError
@@ -422,3 +425,53 @@ def test_ops_of_compiled_code_inside_a_layer_cannot_be_told_apart() -> None:
     with pytest.raises(UsageError, match=r"blocks\.1 holds compiled code \(up\)"):
         apply_policy(model, checkpoint_layers(["blocks.0", "blocks.1"], Tier(ops=(MM,))))
     assert type(model.blocks[0]) is tiny.Block
+
+
+# --- the whole search -----------------------------------------------------------------------------
+
+
+def test_a_search_catches_wrong_gradients_by_itself_and_takes_the_next_best(tmp_path: Path) -> None:
+    work = workload(tiny.stack(3, 0.1))
+    half, more = (o.measurement.peak_bytes for o in compare(work, [budget(0.5), budget(0.7)]))
+    assert half < more
+    listener = Listener()
+
+    result = search(
+        work,
+        budget_gb=(half + more) / 2 / 2**30,  # budgets from 0.5 down fit, and they are wrong
+        compile="search",
+        compile_backend="aot_eager",
+        trials=12,
+        steps=2,
+        root=tmp_path,
+        listener=listener,
+    )
+
+    (note,) = [note for note in listener.notes if "activation_memory_budget is wrong" in note]
+    assert "wrong gradients" in note
+    assert any(reason.startswith("memory budget") for reason in result.rejected)
+    assert result.best is not None and result.verification is not None
+    assert result.verification.passed
+    compiled = result.best.policy.compiled
+    assert compiled is None or compiled.memory_budget == 1.0
+    tried = {c.policy.compiled.memory_budget for c in result.candidates if c.policy.compiled}
+    assert tried <= {0.1, 0.3, 0.5, 0.7, 1.0}
+    assert cached_graphs() == 0 and not is_compiled(work.model)
+    exported = load_policy_module(tmp_path / result.study_name / "policy.py")
+    assert (exported.COMPILE is None) == (compiled is None)
+
+
+@pytest.mark.slow
+def test_inductor_runs_what_was_found() -> None:
+    work = workload(tiny.stack(2))
+    policies = [COMPILE_ALONE, compiled(checkpoint_layers(LAYERS[:2], Tier(ops=(MM,))))]
+    meter = meter_of(work, options=CompileOptions())
+
+    alone, saving = meter.compare(policies, NO_CHECKPOINTING, steps=2)
+    found = verify_policy(work, policies[1], COMPILE_ALONE, "compile", CPU, compiler=meter.compiler)
+
+    assert alone.measurement is not None and saving.measurement is not None
+    assert saving.measurement.peak_bytes < alone.measurement.peak_bytes
+    assert found.passed
+    assert "Compiled code itself is within" in found.note
+    assert cached_graphs() == 0

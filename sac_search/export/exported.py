@@ -37,9 +37,7 @@ _ENABLERS = (
 # What torch.utils.checkpoint.checkpoint takes for itself.
 _OPTIONS = frozenset(("preserve_rng_state", "determinism_check", "debug", "early_stop"))
 # The models that `apply` compiled, each with the memory budget and the call that it had before.
-_COMPILED: weakref.WeakKeyDictionary[torch.nn.Module, tuple[float, Any]] = (
-    weakref.WeakKeyDictionary()
-)
+_COMPILED = weakref.WeakKeyDictionary[torch.nn.Module, tuple[float, Any]]()
 # What to do when a model is checkpointed already.
 _WRAPPED = "leave CheckpointWrapper out, the policy takes its place."
 _SWITCHED_ON = (
@@ -140,6 +138,7 @@ def wrap(module: torch.nn.Module, name: str) -> torch.nn.Module:
         layer = _unwrapped(module)[0]
         context_fn = _CONTEXT_FNS[LAYERS[found[0]]]
         _refuse_twice(module, {layer: _Found("", context_fn)})
+        _refuse_compiled({layer: _Found(found[0], context_fn)})
         checkpoint_layer(layer, context_fn)
         return module
     for whole in LAYERS:
@@ -168,6 +167,7 @@ def wrapper_fn_for(model: torch.nn.Module) -> Callable[[torch.nn.Module], torch.
     """
     layers = _find_layers(model)
     _refuse_twice(model, layers)
+    _refuse_compiled(layers)
 
     def wrapper_fn(module: torch.nn.Module) -> torch.nn.Module:
         if module not in layers:

@@ -299,8 +299,8 @@ def _compile_lines(result: SearchResult) -> list[str]:
     if not seconds:
         return []
     line = (
-        f"Compiling took {units.format_seconds(sum(seconds))} for {len(seconds)} policies, "
-        f"{units.format_seconds(max(seconds))} at the most; no step's time has any of it."
+        f"Compiling took {units.format_duration(sum(seconds))} for {len(seconds)} policies, "
+        f"{units.format_duration(max(seconds))} at the most; no step's time has any of it."
     )
     again = [(c.name, m.recompiles) for c, m in found if m.recompiles]
     lines = [
@@ -347,9 +347,11 @@ def _file_lines(result: SearchResult) -> list[str]:
     if result.folder is None or result.best is None:
         return []
     policy_path = result.folder / "policy.py"
+    instead = " in place of torch.compile" if result.best.policy.compiled is not None else ""
     return [
         f"Files: {policy_path}, {result.folder / 'result.json'}, {result.folder / 'study.db'}",
-        f"Next: copy {policy_path} beside your training script; import policy; policy.apply(model)",
+        f"Next: copy {policy_path} beside your training script; import policy; "
+        f"policy.apply(model){instead}",
     ]
 
 

@@ -209,7 +209,8 @@ class Search:
             verification = verified(self.store, self.measurer, best)
             if not isinstance(verification, Failure) and not verification.passed:
                 self.on_note(
-                    f"torch's activation_memory_budget is wrong here, so no more of it is tried: "
+                    "torch's activation_memory_budget is wrong here (as in pytorch issues 190758 "
+                    "and 190717), so no more of it is tried: "
                     f"{describe_rejected(best, verification)}"
                 )
 
