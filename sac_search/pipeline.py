@@ -193,12 +193,12 @@ class _Stages:
             if is_eager and floor_bytes is not None and floor_bytes > search.store.budget_bytes:
                 return "the budget is under the floor"
             self.listener.on_phase("search")
-            search.measure_baselines(until=self._refuse_failing_baselines)
+            search.measure_baselines(until=_refuse_failures_alike)
+            self._refuse_to_compile(search)
         return search.run()
 
-    def _refuse_failing_baselines(self, baselines: list[Candidate]) -> None:
-        _refuse_failures_alike(baselines)
-        failed = compile_failure(baselines)
+    def _refuse_to_compile(self, search: Search) -> None:
+        failed = compile_failure(search.store.candidates())
         if failed is None:
             return
         assert failed.failure is not None

@@ -441,8 +441,10 @@ def test_a_search_catches_wrong_gradients_by_itself_and_takes_the_next_best(tmp_
         budget_gb=(half + more) / 2 / 2**30,  # budgets from 0.5 down fit, and they are wrong
         compile="search",
         compile_backend="aot_eager",
-        trials=12,
-        steps=2,
+        granularity="class",
+        tiers=1,
+        trials=0,  # beyond the baselines and the first plans and budgets
+        steps=1,
         root=tmp_path,
         listener=listener,
     )
@@ -454,8 +456,6 @@ def test_a_search_catches_wrong_gradients_by_itself_and_takes_the_next_best(tmp_
     assert result.verification.passed
     compiled = result.best.policy.compiled
     assert compiled is None or compiled.memory_budget == 1.0
-    tried = {c.policy.compiled.memory_budget for c in result.candidates if c.policy.compiled}
-    assert tried <= {0.1, 0.3, 0.5, 0.7, 1.0}
     assert cached_graphs() == 0 and not is_compiled(work.model)
     exported = load_policy_module(tmp_path / result.study_name / "policy.py")
     assert (exported.COMPILE is None) == (compiled is None)
