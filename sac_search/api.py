@@ -20,6 +20,7 @@ from sac_search.distributed import (
     refuse_ranks_apart,
 )
 from sac_search.errors import UsageError
+from sac_search.fingerprint import fingerprint_of
 from sac_search.options import Compile, Listener, SearchOptions
 from sac_search.pipeline import run_forecast, run_search, study_folder
 from sac_search.rates import default_rates, find_rates
@@ -29,6 +30,7 @@ from sac_search.state import training_state_kept
 from sac_search.study.candidate import Candidate
 from sac_search.study.result import SearchResult
 from sac_search.study.sampler import SamplerName
+from sac_search.study.sharing import is_shared
 from sac_search.study.store import make_folder
 from sac_search.worker.client import Isolation, WorkerClient
 from sac_search.worker.process import IN_WORKER
@@ -104,9 +106,11 @@ def search_spec(spec: str, options: SearchOptions, listener: Listener) -> Search
     """Searches the workload that `spec` names, in a worker process, or one of every rank."""
     refuse_ranks_apart()
     name, folder = _name_and_folder(spec, options)
+    # Each search of a study has a log of its own, or the last words in it could be another's.
+    log_name = f"worker.{os.getpid()}.log" if is_shared(folder) else LOG_FILE
     with WorkerClient(
         session_settings(spec, options),
-        folder / LOG_FILE,
+        folder / log_name,
         trial_timeout_seconds=options.trial_timeout_seconds,
         isolation=options.isolate,
     ) as client:
@@ -186,16 +190,26 @@ def search_here(
 ) -> SearchResult:
     """Searches a workload in this process, and puts back what training steps change.
 
-    `source_hash` stands for what the workload is made of: a study is continued for the same only.
+    `source_hash` stands for what the workload is made of, as far as can be told when it is not
+    given: a study is continued for the same only.
+
+    Raises:
+        UsageError: an option needs a process of its own.
     """
+    if options.isolate is not Isolation.SEARCH or options.trial_timeout_seconds is not None:
+        raise UsageError(
+            "a Workload is measured in this process, where no trial can be isolated or ended from "
+            "outside: leave isolate and trial_timeout_seconds out, or give a factory in a file"
+        )
     check_workload(workload, "search()")
     refuse_process_group()
     model_name = type(workload.model).__name__
     name = _study_name(options, f"{model_name}-{options.budget_gb:g}gib")
     device = workload.parameters()[0].device
     settings = session_settings(model_name, options)
-    with training_state_kept(workload), _threads_kept(settings, device):
-        session = Session(workload, settings, device, source_hash)
+    source_hash = source_hash or fingerprint_of(workload)
+    with training_state_kept(workload) as restore, _threads_kept(settings, device):
+        session = Session(workload, settings, device, source_hash, restore=restore)
         return run_search(session, name, options, listener or _Silence())
 
 

@@ -22,6 +22,7 @@ from sac_search.study.result import SearchResult, find_candidate, floor_of, to_d
 from sac_search.study.store import StudyStore, open_study
 
 POLICY_FILE = "policy.py"
+OLD_POLICY_FILE = "policy.old.py"
 RESULT_FILE = "result.json"
 
 
@@ -150,7 +151,10 @@ def no_fit_message(result: SearchResult) -> str:
 
 
 def write_files(result: SearchResult, folder: Path) -> None:
-    """Writes `result.json` and, with a winner, `policy.py`."""
+    """Writes `result.json` and, with a winner, `policy.py`; an older one makes way without."""
     write_whole(folder / RESULT_FILE, json.dumps(to_document(result), indent=1) + "\n")
+    policy_path = folder / POLICY_FILE
     if result.best is not None:
-        write_whole(folder / POLICY_FILE, render_policy(result))
+        write_whole(policy_path, render_policy(result))
+    elif policy_path.exists():
+        policy_path.replace(folder / OLD_POLICY_FILE)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import inspect
 import os
 import re
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,19 @@ from sac_search import units
 from sac_search.api import search_here
 from sac_search.apply import apply_policy, remove_policy
 from sac_search.artifacts import load_result
+from sac_search.distributed import refuse_process_group
 from sac_search.errors import StudyError, UsageError
+from sac_search.fingerprint import fingerprint_of
 from sac_search.options import Listener, SearchOptions
 from sac_search.policy import Policy
 from sac_search.report import rows
 from sac_search.study.result import SearchResult
-from sac_search.worker.session import SessionSettings, environment_of
+from sac_search.study.store import open_study
+from sac_search.worker.session import (
+    SessionSettings,
+    environment_of,
+    refuse_own_checkpointing,
+)
 from sac_search.workload import Workload, check_workload
 
 _SHARE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
@@ -109,10 +115,12 @@ def auto_checkpoint(
         model, loss_fn, batch, optimizer, step, layers, batch_size=_leading_size(batch)
     )
     check_workload(workload, "auto_checkpoint()")
-    _refuse_ranks()
+    refuse_process_group()
+    refuse_own_checkpointing(model)
     device = workload.parameters()[0].device
     budget_bytes = parse_budget(memory_budget, devices.device_memory(device)[1])
-    fingerprint = _fingerprint(workload, device)
+    fingerprint = fingerprint_of(workload)
+    place = _place_hash(workload, device, fingerprint)
     with contextlib.ExitStack() as stack:
         if cache is None:
             root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sac-search-")))
@@ -120,7 +128,7 @@ def auto_checkpoint(
             root = Path(cache)
         options = SearchOptions(
             budget_gb=budget_bytes / units.GIB,
-            study=f"{type(model).__name__}-{fingerprint[:10]}-{budget_bytes}",
+            study=f"{type(model).__name__}-{place}-{budget_bytes}",
             root=root,
             layers=layers,
             trials=trials,
@@ -131,9 +139,13 @@ def auto_checkpoint(
         if result is None:
             stack.enter_context(_training(model))
             result = search_here(workload, options, listener, fingerprint)
+            if cache is None:
+                result = replace(result, folder=None)
     devices.free_cached_memory(device)
+    if result.interrupted:
+        raise KeyboardInterrupt  # what was measured is kept in the cache, and goes on next time
     if not result.policy.changes_nothing:
-        apply_policy(model, result.policy)
+        apply_policy(workload.bare_model, result.policy)
     return AppliedPolicy(policy=result.policy, result=result, from_cache=from_cache)
 
 
@@ -170,26 +182,15 @@ def parse_budget(budget: str | int, total_bytes: int) -> int:
     return found
 
 
-def _refuse_ranks() -> None:
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
-        ranks = distributed.get_world_size()
-        if ranks > 1:
-            raise UsageError(
-                f"auto_checkpoint() measures in one process, and this one is of {ranks} ranks, "
-                "whose steps wait for each other; call it before init_process_group on one rank's "
-                "share, or search with torchrun and apply the exported policy"
-            )
-
-
 def _stored(options: SearchOptions) -> SearchResult | None:
     """Returns what an earlier search to the end found; None where there was none."""
     assert options.study is not None
     try:
+        is_finished = open_study(options.root / options.study).is_finished
         result = load_result(options.root / options.study)
     except StudyError:
         return None  # none, or a damaged one: the search says so
-    return result if result.best is not None else None
+    return result if is_finished and result.best is not None else None
 
 
 @contextlib.contextmanager
@@ -214,49 +215,15 @@ def _leading_size(batch: Any) -> int | None:
     return int(tensors[0].shape[0]) if tensors else None
 
 
-def _fingerprint(workload: Workload, device: torch.device) -> str:
-    """Returns a hash of all that a policy depends on: what steps run, on what, and where."""
-    model, optimizer = workload.model, workload.optimizer
+def _place_hash(workload: Workload, device: torch.device, fingerprint: str) -> str:
+    """Returns a short hash of a step and of where it runs."""
     environment = environment_of(
         workload,
-        SessionSettings(spec=type(model).__name__),
-        "",
+        SessionSettings(spec=type(workload.model).__name__),
+        fingerprint,
         device=device.type,
         figures=devices.describe_device(device),
         clock=str(devices.default_clock(device)),
         allocator_settings=devices.allocator_settings(device),
     )
-    parts = [
-        repr(environment),
-        repr(model),
-        *(
-            f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}"
-            for name, p in model.named_parameters()
-        ),
-        "a callable" if callable(workload.batch) else _shapes(workload.batch),
-        _source(workload.loss_fn),
-        _source(workload.step),
-        *map(_source, dict.fromkeys(type(module) for module in model.modules())),
-        type(optimizer).__name__,
-        repr(None if optimizer is None else sorted(optimizer.defaults)),
-        repr(None if optimizer is None else optimizer.defaults.get("foreach")),
-        repr(workload.layers),
-    ]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
-
-
-def _shapes(batch: Any) -> str:
-    leaves, structure = pytree.tree_flatten(batch)
-    kinds = [
-        f"{tuple(leaf.shape)} {leaf.dtype}" if isinstance(leaf, torch.Tensor) else repr(leaf)
-        for leaf in leaves
-    ]
-    return f"{structure} {kinds}"
-
-
-def _source(thing: Any) -> str:
-    """Returns the text of a function or class where there is one, else its name."""
-    try:
-        return inspect.getsource(thing)
-    except (OSError, TypeError):
-        return str(getattr(thing, "__qualname__", type(thing).__qualname__))
+    return hashlib.sha256(repr(environment).encode()).hexdigest()[:10]

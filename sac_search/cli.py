@@ -458,9 +458,14 @@ def _temporary_client(workload: str, options: SearchOptions) -> Iterator[WorkerC
     handle, name = tempfile.mkstemp(prefix="sac-search-", suffix=".log")
     os.close(handle)
     log_path = Path(name)
-    with WorkerClient(api.session_settings(workload, options), log_path) as client:
-        yield client
-    log_path.unlink(missing_ok=True)  # else it stays: the error names it
+    try:
+        with WorkerClient(api.session_settings(workload, options), log_path) as client:
+            yield client
+    except BaseException as error:
+        if str(log_path) not in str(error):  # else it stays, to be read
+            log_path.unlink(missing_ok=True)
+        raise
+    log_path.unlink(missing_ok=True)
 
 
 def _find_study(study: str, root: Path) -> Path:

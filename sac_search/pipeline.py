@@ -14,7 +14,7 @@ from sac_search.artifacts import make_result, no_fit_message, write_files
 from sac_search.errors import NoPolicyFits, StudyError, StudyNotFound, WorkloadError
 from sac_search.failures import OF_MEMORY
 from sac_search.options import Compile, Listener, SearchOptions
-from sac_search.records import Evidence, Failure
+from sac_search.records import Evidence, Failure, FailureKind
 from sac_search.space import EAGER_ONLY, build_space
 from sac_search.study.baselines import FULL, NONE
 from sac_search.study.candidate import Candidate, rank
@@ -34,6 +34,7 @@ from sac_search.study.sharing import Membership, claiming, joined, turn
 from sac_search.study.store import (
     StudyStore,
     check_same,
+    check_same_budget,
     create_study,
     newest_folder,
     open_study,
@@ -44,6 +45,14 @@ from sac_search.worker.session import Description, Verdict
 
 # Baselines that fail in the same way, after which the workload is at fault.
 _MOST_ALIKE_FAILURES = 3
+# What a policy function may well do, and plain checkpointing not.
+_OF_POLICY_FUNCTIONS = frozenset(
+    {
+        FailureKind.RECOMPUTE_MISMATCH,
+        FailureKind.MUTATED_SAVED_TENSOR,
+        FailureKind.NOT_IN_STORAGE,
+    }
+)
 
 
 def run_search(
@@ -128,21 +137,34 @@ class _Stages:
             store = _open_or_create(
                 self.folder, self.name, self.options, self.description, self.listener
             )
-            if not membership.when_alone(store.fail_abandoned_trials):
+            alone = membership.when_alone(store.fail_abandoned_trials)
+            if membership.can_tell and not alone:
                 self.listener.on_note(
                     f"Another search of study {store.name!r} is running; the two share their "
                     "trials. On the same device each slows the other's steps."
                 )
             search = self._search_of(store)
+        reason = self._searched_or_interrupted(search)
         try:
-            reason = self._searched(search)
-            return self._finished(store, reason, interrupted=False)
+            if reason is not None:
+                return self._finished(store, reason, interrupted=False)
         except KeyboardInterrupt:
-            interrupts.acknowledge()
-            self.listener.on_note(
-                "Interrupted: verifying and exporting the best so far (again to give up)."
-            )
-            return self._finished(store, "interrupted", interrupted=True)
+            self._acknowledge()
+        # Not inside `except`: there the interrupted step's tensors would still be alive.
+        return self._finished(store, "interrupted", interrupted=True)
+
+    def _searched_or_interrupted(self, search: Search) -> str | None:
+        try:
+            return self._searched(search)
+        except KeyboardInterrupt:
+            self._acknowledge()
+            return None
+
+    def _acknowledge(self) -> None:
+        interrupts.acknowledge()
+        self.listener.on_note(
+            "Interrupted: verifying and exporting the best so far (again to give up)."
+        )
 
     def _search_of(self, store: StudyStore) -> Search:
         options = self.options
@@ -175,8 +197,8 @@ class _Stages:
             on_candidate=lambda candidate, done: self.listener.on_candidate(
                 candidate, done, store.budget_bytes
             ),
-            claiming=lambda: claiming(store.folder),
             on_note=self.listener.on_note,
+            claiming=lambda: claiming(store.folder),
         )
 
     def _searched(self, search: Search) -> str:
@@ -195,7 +217,7 @@ class _Stages:
             self.listener.on_phase("search")
             search.measure_baselines(until=_refuse_failures_alike)
             self._refuse_to_compile(search)
-        return search.run()
+        return search.run_trials()
 
     def _refuse_to_compile(self, search: Search) -> None:
         failed = compile_failure(search.store.candidates())
@@ -214,6 +236,7 @@ class _Stages:
             winner = self._winner(store, interrupted)
             result = make_result(store, winner, reason, interrupted, self.description.notes)
             write_files(result, store.folder)
+            store.write("is_finished", not interrupted)
         return result
 
     def _winner(self, store: StudyStore, interrupted: bool) -> Winner:
@@ -276,8 +299,12 @@ def _refuse_failing_ends(candidates: Iterable[Candidate]) -> None:
 
 
 def _refuse_failures_alike(baselines: Iterable[Candidate]) -> None:
-    failures = [c.failure for c in baselines if c.failure is not None]
-    counts = collections.Counter(f.kind for f in failures if f.kind not in OF_MEMORY)
+    tried = list(baselines)
+    failures = [c.failure for c in tried if c.failure is not None]
+    # Where layers can be checkpointed, what a policy function cannot do leaves those policies.
+    runs_checkpointed = any(c.measurement is not None and c.policy.layers for c in tried)
+    of_policies = OF_MEMORY | (_OF_POLICY_FUNCTIONS if runs_checkpointed else frozenset())
+    counts = collections.Counter(f.kind for f in failures if f.kind not in of_policies)
     for kind, count in counts.most_common(1):
         if count >= _MOST_ALIKE_FAILURES:
             failure = next(f for f in failures if f.kind is kind)
@@ -316,6 +343,7 @@ def _open_or_create(
             f"study {store.name!r} holds measured trials, to which a forecast has nothing to add; "
             "leave --forecast out to continue it, or name another one with --study"
         )
+    check_same_budget(store, options.budget_bytes)
     if is_forecast or store.evidence is Evidence.FORECAST:
         if not is_forecast:
             listener.on_note(f"Study {store.name!r} was forecast so far; now it is measured.")

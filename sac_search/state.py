@@ -15,8 +15,11 @@ from sac_search.workload import Workload
 
 
 @contextlib.contextmanager
-def training_state_kept(workload: Workload) -> Iterator[None]:
+def training_state_kept(workload: Workload) -> Iterator[Callable[[], None]]:
     """Puts everything that steps change back as it was, bit for bit.
+
+    Yields what puts parameters, buffers, gradients and the optimizer back at once, for a step that
+    has spoilt them.
 
     Parameters, buffers, gradients, optimizer state, `training` flags, autocast settings and the
     random states of Python, NumPy and torch. The copies are held in main memory, not on the device.
@@ -28,17 +31,23 @@ def training_state_kept(workload: Workload) -> Iterator[None]:
     gradients = [None if p.grad is None else _host_copy(p.grad) for p in parameters]
     flags = [(module, module.training) for module in workload.model.modules()]
     restore_optimizer = _optimizer_kept(workload.optimizer)
-    try:
-        with random_states_kept(), autocast_kept(), buffers_kept(workload.model):
-            yield
-    finally:
+    restore_buffers = _buffers_kept(workload.model)
+
+    def restore() -> None:
         with torch.no_grad():
             for parameter, value, gradient in zip(parameters, values, gradients, strict=True):
                 parameter.copy_(value)
                 parameter.grad = None if gradient is None else gradient.to(parameter.device)
+        restore_optimizer()
+        restore_buffers()
+
+    try:
+        with random_states_kept(), autocast_kept():
+            yield restore
+    finally:
+        restore()
         for module, training in flags:
             module.training = training
-        restore_optimizer()
 
 
 @contextlib.contextmanager
@@ -76,14 +85,24 @@ def autocast_kept() -> Iterator[None]:
 @contextlib.contextmanager
 def buffers_kept(model: torch.nn.Module) -> Iterator[None]:
     """Puts the buffers of `model` back: the same tensors with the same values."""
-    buffers = [(m._buffers, dict(m._buffers), _kept(m._buffers)) for m in model.modules()]
+    restore = _buffers_kept(model)
     try:
         yield
     finally:
+        restore()
+
+
+def _buffers_kept(model: torch.nn.Module) -> Callable[[], None]:
+    """Returns what puts the buffers back."""
+    buffers = [(m._buffers, dict(m._buffers), _kept(m._buffers)) for m in model.modules()]
+
+    def restore() -> None:
         with torch.no_grad():
             for held, objects, copies in buffers:
                 held.update(objects)  # a forward may have put another tensor in its place
                 _put_back(held, copies)
+
+    return restore
 
 
 def _host_copy(tensor: torch.Tensor) -> torch.Tensor:

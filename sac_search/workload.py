@@ -5,6 +5,7 @@ User code is imported here, so only the worker process calls these functions.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import importlib
 import importlib.util
@@ -12,8 +13,8 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,6 +28,8 @@ from sac_search.recipe import parse_recipe
 
 DEFAULT_FACTORY = "workload"
 BUILTIN_SPEC = "sac_search.builtin:workload"
+# Enough to meet a long one where lengths vary, and no long wait for a data loader.
+_DRAWN_BATCHES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,7 @@ class Workload:
     loss_fn: Callable[[torch.nn.Module, Any], torch.Tensor]
     """`loss_fn(model, batch)` returns a scalar tensor."""
     batch: Any
-    """One batch, or a callable that returns one."""
+    """One batch, or a callable that returns one; the largest counts where they differ in size."""
     optimizer: torch.optim.Optimizer | None = None
     """Stepped, and its gradients dropped, at the end of every step when given."""
     step: Callable[[Workload], torch.Tensor] | None = None
@@ -114,6 +117,53 @@ class Workload:
         return list(found.values())
 
 
+def with_largest_batch(workload: Workload) -> Workload:
+    """Returns the workload with the largest of its next batches where these differ in size.
+
+    A budget has to hold for that one, and only steps on batches of one size can be compared. Each
+    step gets a copy, for it may take its batch apart.
+    """
+    if not callable(workload.batch):
+        return workload
+    largest: Any = None
+    sizes: list[int] = []
+    for _ in range(_DRAWN_BATCHES):
+        try:
+            batch = workload.batch()
+        except Exception:
+            break  # whoever asks for the next one will be told
+        sizes.append(_tensor_bytes(batch))
+        if sizes[-1] == max(sizes):
+            largest = batch
+    if len(set(sizes)) < 2:
+        return workload
+    note = (
+        f"Batches differ in size: every step runs on the largest of the first {len(sizes)}, so "
+        "that the budget holds for that one. Let a larger one be among them if there is any."
+    )
+    return replace(workload, batch=lambda: copied_batch(largest), notes=(*workload.notes, note))
+
+
+def copied_batch(batch: Any) -> Any:
+    """Returns a copy that a step may take apart, as in `labels = batch.pop("labels")`."""
+    try:
+        return copy.deepcopy(batch)
+    except Exception:
+        return batch
+
+
+def _tensor_bytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    if isinstance(value, Mapping):
+        return sum(map(_tensor_bytes, value.values()))
+    if isinstance(value, (list, tuple, set)):
+        return sum(map(_tensor_bytes, value))
+    if is_dataclass(value):
+        return sum(_tensor_bytes(getattr(value, entry.name)) for entry in fields(value))
+    return 0
+
+
 class _BackwardBegins(Exception):
     """Leaves a user's step where its backward pass begins."""
 
@@ -149,6 +199,8 @@ class Factory:
     """The file that holds it; None for one that was never in a file."""
     folder: Path | None = None
     """The folder of that file, or the one that holds its package."""
+    release: str = ""
+    """The release of the library that the workload is made by, where one is."""
 
     @property
     def takes_device(self) -> bool:
@@ -193,10 +245,12 @@ def load_factory(spec: str) -> Factory:
 def hash_sources(factory: Factory) -> str:
     """Returns the SHA-256 of the texts that the workload is made of, as far as they are loaded.
 
-    That is the factory's file and the modules that lie beside or below it: not what is installed,
-    and not exported policies, which a search may write anew.
+    That is the factory's file, the release of the library that it stands for, and the modules that
+    lie beside or below it: not what is installed, and not exported policies, which a search may
+    write anew.
     """
     found = hashlib.sha256(factory.path.read_bytes() if factory.path is not None else b"")
+    found.update(factory.release.encode())
     if factory.path is None or factory.folder is None:
         return found.hexdigest()
     others = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import optuna
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from scripted import (
@@ -20,6 +22,7 @@ from scripted import (
     make_failed,
     make_layers,
 )
+from torch import Tensor, nn
 
 from sac_search import api
 from sac_search.api import (
@@ -31,6 +34,7 @@ from sac_search.api import (
 from sac_search.artifacts import load_result, render_policy
 from sac_search.device import Clock
 from sac_search.errors import (
+    EnvironmentMismatch,
     NoPolicyFits,
     StudyFileError,
     StudyNotFound,
@@ -41,11 +45,12 @@ from sac_search.policy import Policy
 from sac_search.records import SCHEMA_VERSION, FailureKind, Outcome, Phase
 from sac_search.space import LayerChoiceMode
 from sac_search.study import store as store_module
-from sac_search.study.baselines import BASELINE_NAMES, FULL, NONE
+from sac_search.study.baselines import BASELINE_NAMES, EVERY_SECOND, FULL, NONE
 from sac_search.study.candidate import Candidate
-from sac_search.study.result import SearchResult, floor_of
+from sac_search.study.result import SearchResult, find_candidate, floor_of
 from sac_search.study.sampler import SamplerName
 from sac_search.study.store import open_study
+from sac_search.workload import Workload
 
 BUDGET_MIB = 120  # none peaks at 173.2 MiB, full at 74.2 MiB
 
@@ -402,12 +407,12 @@ def test_a_workload_that_fails_either_way_is_the_workloads_fault(tmp_path: Path)
 
 def test_baselines_that_fail_alike_end_the_search(tmp_path: Path) -> None:
     def fail(policy: Policy) -> FailureKind | None:
-        return FailureKind.MUTATED_SAVED_TENSOR if any(t.classes for t in policy.tiers) else None
+        return FailureKind.CRASH if any(t.classes for t in policy.tiers) else None
 
     measurer = ScriptedMeasurer(fail=fail)
     with pytest.raises(WorkloadError, match="3 baselines failed in the same way") as caught:
         search(tmp_path, measurer)
-    assert "changed in place later" in str(caught.value)
+    assert "worker crashed" in str(caught.value)
     assert "add --fresh" in str(caught.value)
     # What did run is kept, and so are the three failures.
     failures = [c.failure for c in open_study(tmp_path / "gpt").candidates()]
@@ -415,8 +420,18 @@ def test_baselines_that_fail_alike_end_the_search(tmp_path: Path) -> None:
     assert sum(failure is not None for failure in failures) == 3
 
 
-@pytest.mark.parametrize("kind", [FailureKind.OUT_OF_MEMORY, FailureKind.HOST_OUT_OF_MEMORY])
-def test_baselines_that_run_out_of_memory_do_not(tmp_path: Path, kind: FailureKind) -> None:
+@pytest.mark.parametrize(
+    "kind",
+    [
+        FailureKind.OUT_OF_MEMORY,
+        FailureKind.HOST_OUT_OF_MEMORY,
+        # Plain checkpointing runs, so that there is an answer without a policy function.
+        FailureKind.MUTATED_SAVED_TENSOR,
+        FailureKind.NOT_IN_STORAGE,
+        FailureKind.RECOMPUTE_MISMATCH,
+    ],
+)
+def test_baselines_whose_policies_cannot_be_used_do_not(tmp_path: Path, kind: FailureKind) -> None:
     def fail(policy: Policy) -> FailureKind | None:
         return kind if any(t.classes for t in policy.tiers) else None
 
@@ -624,3 +639,86 @@ def test_no_name_leads_out_of_the_folder_of_studies(name: str) -> None:
 def test_a_study_is_named_after_workload_and_budget(spec: str, budget_gb: float, name: str) -> None:
     assert default_study_name(spec, budget_gb) == name
     assert api._study_name(SearchOptions(budget_gb=budget_gb), name) == name
+
+
+def test_an_old_policy_makes_way_when_nothing_fits_any_more(tmp_path: Path) -> None:
+    measurer = ScriptedMeasurer()
+    search(tmp_path, measurer)
+    folder = tmp_path / "gpt"
+    text = (folder / "policy.py").read_text()
+
+    measurer.wrong_gradients = lambda policy: True
+    open_study(folder).write("verified", [])
+    with pytest.raises(NoPolicyFits):
+        search(tmp_path, measurer)
+
+    assert not (folder / "policy.py").exists()
+    assert (folder / "policy.old.py").read_text() == text
+
+
+# --- in this process ------------------------------------------------------------------------------
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x).tanh()
+
+
+def mean_square(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def workload_here(rows: int = 256, loss_fn: Any = mean_square) -> Workload:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Layer() for _ in range(3)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return Workload(model, loss_fn, torch.ones(rows, 16), optimizer)
+
+
+HERE = {"trials": 0, "steps": 1, "study": "here"}
+
+
+def test_the_study_of_another_workload_is_not_continued(tmp_path: Path) -> None:
+    first = api.search(workload_here(), budget_gb=1, root=tmp_path, **HERE)
+    again = api.search(workload_here(), budget_gb=1, root=tmp_path, **HERE)
+    assert again.candidates == first.candidates
+    for other in (workload_here(rows=512), workload_here(loss_fn=lambda m, x: m(x).abs().mean())):
+        with pytest.raises(EnvironmentMismatch, match="workload source"):
+            api.search(other, budget_gb=1, root=tmp_path, **HERE)
+
+
+@pytest.mark.parametrize("option", [{"isolate": "trial"}, {"trial_timeout_seconds": 5.0}])
+def test_what_needs_a_process_of_its_own_is_refused_here(
+    tmp_path: Path, option: dict[str, Any]
+) -> None:
+    with pytest.raises(UsageError, match="leave isolate and trial_timeout_seconds out"):
+        api.search(workload_here(), budget_gb=1, root=tmp_path, **HERE, **option)
+
+
+def test_one_policy_that_diverges_leaves_the_others_alone(tmp_path: Path) -> None:
+    def diverging(model: nn.Module, x: Tensor) -> Tensor:
+        loss = mean_square(model, x)
+        checkpointed = [hasattr(type(layer), "_sac_layer_class") for layer in model]
+        if checkpointed == [True, False, True]:  # every second layer, and nothing else here
+            return loss * float("nan")
+        return loss
+
+    workload = workload_here(loss_fn=diverging)
+    before = copy.deepcopy(workload.model.state_dict())
+    peaks = api.search(workload, budget_gb=1, root=tmp_path, **HERE)
+    none, full = (find_candidate(peaks.candidates, name) for name in (NONE, FULL))
+    assert none is not None and none.measurement is not None
+    assert full is not None and full.measurement is not None
+    budget_gb = (none.measurement.peak_bytes + full.measurement.peak_bytes) / 2**31
+
+    options = {"trials": 0, "steps": 1, "study": "other"}
+    result = api.search(workload, budget_gb=budget_gb, root=tmp_path, **options)
+
+    failed = [c.name for c in result.candidates if c.failure is not None]
+    assert failed == [EVERY_SECOND]
+    assert result.best is not None
+    assert str(workload.model.state_dict()) == str(before)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from scripted import Listener
 from torch import Tensor, nn
 
 import sac_search
@@ -109,6 +110,7 @@ def test_training_goes_on_under_the_budget_and_is_the_same(
     assert remove_checkpointing(model) == len(applied.policy.layer_names)
     assert checkpointed(model) == []
     assert list(tmp_path.iterdir()) == []  # without a cache nothing is written
+    assert applied.result.folder is None
 
 
 def test_what_was_found_is_applied_at_once_the_next_time(budget_bytes: int, tmp_path: Path) -> None:
@@ -137,30 +139,60 @@ def test_what_was_found_is_applied_at_once_the_next_time(budget_bytes: int, tmp_
     assert steps > 0 and not other.from_cache
 
 
-def test_what_a_policy_depends_on_is_in_its_fingerprint() -> None:
-    def fingerprint(**changes: Any) -> str:
+def test_an_interrupted_search_applies_nothing_and_goes_on_next_time(
+    budget_bytes: int, tmp_path: Path
+) -> None:
+    def run(interrupt_after: int | None) -> auto.AppliedPolicy:
         model, batch, optimizer = make()
-        given = {"model": model, "loss_fn": loss_fn, "batch": batch, "optimizer": optimizer}
-        return auto._fingerprint(Workload(**{**given, **changes}), torch.device("cpu"))
+        left = [interrupt_after]
 
-    def other_loss(model: nn.Module, x: Tensor) -> Tensor:
-        loss: Tensor = model(x).abs().mean()
-        return loss
+        class Told(Listener):
+            def on_candidate(self, *arguments: object) -> None:
+                super().on_candidate(*arguments)
+                if len(self.candidates) == left[0]:
+                    raise KeyboardInterrupt
 
-    frozen = make()[0]
-    frozen[0].requires_grad_(False)
-    plain = fingerprint()
-    assert fingerprint() == plain
-    changed = [
-        fingerprint(batch=torch.randn(511, 32)),
-        fingerprint(batch=lambda: torch.randn(512, 32)),
-        fingerprint(optimizer=None),
-        fingerprint(loss_fn=other_loss),
-        fingerprint(model=make()[0].to(torch.bfloat16)),
-        fingerprint(model=frozen),
-        fingerprint(layers="0"),
-    ]
-    assert len({plain, *changed}) == 1 + len(changed)
+        try:
+            return auto_checkpoint(
+                model,
+                loss_fn,
+                batch,
+                optimizer=optimizer,
+                memory_budget=budget_bytes,
+                cache=tmp_path,
+                listener=Told(),
+                **FEW,
+            )
+        finally:
+            if interrupt_after is not None:
+                assert checkpointed(model) == []
+
+    with pytest.raises(KeyboardInterrupt):
+        run(interrupt_after=3)  # by now there is one that fits
+    found = run(interrupt_after=None)
+    assert not found.from_cache
+    assert len(found.result.candidates) > 3
+    assert run(interrupt_after=None).from_cache
+
+
+def test_the_model_inside_data_parallel_is_checkpointed(budget_bytes: int) -> None:
+    model, batch, _ = make()
+    wrapped = nn.DataParallel(model)
+    found = auto_checkpoint(wrapped, loss_fn, batch, memory_budget="70%", trials=0, steps=1)
+    assert found.policy == NO_CHECKPOINTING  # it fits
+    optimizer = torch.optim.AdamW(wrapped.parameters())
+    found = auto_checkpoint(
+        wrapped, loss_fn, batch, optimizer=optimizer, memory_budget=budget_bytes, **FEW
+    )
+    assert set(checkpointed(model)) == set(found.policy.layer_names) != set()
+    assert remove_checkpointing(wrapped) == len(found.policy.layer_names)
+
+
+def test_what_checkpoints_itself_is_refused_also_when_a_policy_is_known() -> None:
+    model, batch, _ = make()
+    model.gradient_checkpointing = True
+    with pytest.raises(WorkloadError, match="checkpoints itself already"):
+        auto_checkpoint(model, loss_fn, batch, memory_budget="2GiB", **FEW)
 
 
 def test_a_step_that_fits_is_left_alone() -> None:
@@ -224,7 +256,7 @@ def test_a_batch_may_be_a_callable(budget_bytes: int) -> None:
 def test_one_of_many_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
-    with pytest.raises(UsageError, match="is of 4 ranks"):
+    with pytest.raises(UsageError, match="one of 4 ranks"):
         auto_checkpoint(*make()[:1], loss_fn, torch.ones(2, 32), memory_budget="1GB")
 
 

@@ -106,7 +106,31 @@ def without_seconds(layer: LayerTrace) -> LayerTrace:
     return replace(layer, ops=tuple(replace(op, seconds=0.0) for op in layer.ops))
 
 
+# Its batches differ in length.
+LENGTHS = """
+import itertools
+
+def workload(device, lengths=(2, 8, 4)):
+    model = nn.Sequential(*(Block(16) for _ in range(3))).to(device)
+    turns = itertools.cycle(lengths)
+    batch = lambda: torch.randn(4, next(turns), 16).to(device)
+    return Workload(model, square, batch)
+
+def longest(device):
+    return workload(device, lengths=(8,))
+"""
+
+
 # --- a user's workload ----------------------------------------------------------------------------
+
+
+def test_of_unlike_batches_the_largest_is_forecast(write: Write) -> None:
+    settings = write(LENGTHS)
+    session = DrySession(settings, RATES)
+    longest = DrySession(replace(settings, spec=f"{settings.spec}:longest"), RATES)
+    for policy in policies():
+        assert session.forecast(policy) == longest.forecast(policy)
+    assert "differ in size" in session.describe().notes[0]
 
 
 def test_a_dry_run_is_the_forecast_of_the_real_workload(write: Write) -> None:

@@ -232,6 +232,14 @@ def test_a_layer_of_a_larger_model_is_pointed_at(policy: Any) -> None:
         policy.apply(nn.ModuleDict({"net": stack()}))
 
 
+def test_a_layer_of_a_part_is_pointed_at() -> None:
+    policy = export(checkpoint_layers(["net.blocks.0"]))  # searched as a LightningModule's, say
+    with pytest.raises(
+        ValueError, match=r"no layer net\.blocks\.0\. It has blocks\.0: apply .* to what holds"
+    ):
+        policy.apply(stack())
+
+
 def test_applying_again_does_nothing(policy: Any) -> None:
     model = policy.apply(stack())
     wrapped = compiled(model)

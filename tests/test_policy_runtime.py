@@ -14,6 +14,7 @@ import torch
 from tiny import (
     ADD,
     ATTENTION,
+    CHECKPOINT_RUNS_OPS,
     GELU,
     HIDDEN,
     MM,
@@ -99,6 +100,7 @@ def test_each_tier_recomputes_exactly_what_it_does_not_save(
     assert heavy(recomputed(plain, checkpointed)) == {op: 2 * n for op, n in expected.items()}
 
 
+@pytest.mark.skipif(CHECKPOINT_RUNS_OPS, reason="checkpoint() runs ops of its own there")
 def test_a_policy_that_saves_nothing_recomputes_op_for_op_what_plain_checkpointing_does() -> None:
     model, x = stack(), tokens()
     plain = run(model, x)
@@ -623,6 +625,9 @@ def test_saving_random_ops_refuses_one_that_works_in_place() -> None:
         run(model, x)
 
 
+@pytest.mark.skipif(
+    not hasattr(aten, "_flash_attention_forward_no_dropout_inplace"), reason="it is newer"
+)
 def test_saving_random_ops_refuses_in_place_attention_only_when_it_drops() -> None:
     op = aten._flash_attention_forward_no_dropout_inplace.default
     position = [argument.name for argument in op._schema.arguments].index("dropout_p")
@@ -658,7 +663,7 @@ def test_of_all_ops_of_torch_none_that_mutates_views_or_draws_is_saved_by_name()
             assert str(op) not in HIDDEN_VIEWS
     assert MM in decisions[SAVE]
     assert NORM in decisions[SAVE]
-    assert {
+    expected = {
         "aten.view.default",
         "aten.transpose.int",
         "aten.t.default",
@@ -672,7 +677,10 @@ def test_of_all_ops_of_torch_none_that_mutates_views_or_draws_is_saved_by_name()
         "aten.bernoulli.default",
         "aten._flash_attention_forward_no_dropout_inplace.default",
         *HIDDEN_VIEWS,
-    } <= set(decisions[RECOMPUTE])
+    }
+    known = {str(op) for op in all_overloads()}
+    assert len(expected & known) >= len(expected) - 1  # one of them is newer
+    assert expected & known <= set(decisions[RECOMPUTE])
     assert len(decisions[SAVE]) > 500
 
 

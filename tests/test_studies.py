@@ -6,11 +6,14 @@ import fnmatch
 import importlib.util
 import math
 import sys
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from sac_search.device import read_peak
 from sac_search.errors import WorkloadError
@@ -19,26 +22,70 @@ from sac_search.workload import Workload, build_workload, load_factory, require
 
 CPU = torch.device("cpu")
 STUDIES = Path(__file__).parents[1] / "studies"
-INSTALL = r"pip install 'sac-search\[transformers\]'"
 
-needs_transformers = pytest.mark.skipif(
-    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
-)
-# The pattern of each workload's layers, and how many there are.
-LAYERS = {
-    "sac_search.builtin:workload": ("blocks.?", 6),
-    "sac_search.builtin:llama": ("blocks.?", 6),
-    "gpt2_transformers.py": ("transformer.h.?", 6),
-    "llama_transformers.py": ("model.layers.?", 6),
-    "vit_transformers.py": ("vit.layers.?", 6),
-    "resnet_transformers.py": ("resnet.encoder.stages.?.layers.?", 12),
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """What is known of a workload."""
+
+    layers: Sequence[str]
+    """Patterns of the names of its layers."""
+    count: int
+    """How many layers there are."""
+    libraries: Sequence[str] = ("transformers",)
+    """What it imports."""
+    extra: str = "transformers"
+    """The extra that installs those."""
+    full_fraction: float = 0.65
+    """The most that is left of the peak when every layer is checkpointed."""
+
+
+LLAMA = ("*model.layers.?",)
+WORKLOADS = {
+    "sac_search.builtin:workload": Study(layers=["blocks.?"], count=6, libraries=()),
+    "sac_search.builtin:llama": Study(layers=["blocks.?"], count=6, libraries=()),
+    "gpt2_transformers.py": Study(layers=["transformer.h.?"], count=6),
+    "llama_transformers.py": Study(layers=LLAMA, count=6),
+    "vit_transformers.py": Study(layers=["vit.layers.?"], count=6),
+    "resnet_transformers.py": Study(layers=["resnet.encoder.stages.?.layers.?"], count=12),
+    "trainer_transformers.py": Study(
+        layers=LLAMA, count=4, libraries=("transformers", "accelerate"), extra="trainer"
+    ),
+    "sft_trl.py": Study(
+        layers=LLAMA,
+        count=6,
+        libraries=("trl", "transformers", "peft", "datasets"),
+        extra="trl",
+        full_fraction=0.8,  # TRL's loss holds the most
+    ),
+    "module_lightning.py": Study(
+        layers=["net.layers.?"], count=4, libraries=("lightning",), extra="lightning"
+    ),
+    "unet_diffusers.py": Study(
+        layers=["down_blocks.?", "mid_block", "up_blocks.?"],
+        count=5,
+        libraries=("diffusers", "accelerate"),
+        extra="diffusers",
+    ),
 }
+FILES = [name for name in WORKLOADS if name.endswith(".py")]
+
+
+def is_there(library: str) -> bool:
+    return importlib.util.find_spec(library) is not None
+
+
+def marks(name: str) -> list[pytest.MarkDecorator]:
+    libraries = WORKLOADS[name].libraries
+    missing = [library for library in libraries if not is_there(library)]
+    found = [pytest.mark.skipif(bool(missing), reason=f"{', '.join(missing)} not installed")]
+    if set(libraries) - {"transformers"}:
+        found.append(pytest.mark.filterwarnings("ignore"))  # trainers warn of much
+    return found
+
+
 each_workload = pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=needs_transformers if name.endswith(".py") else ())
-        for name in LAYERS
-    ],
+    "name", [pytest.param(name, marks=marks(name)) for name in WORKLOADS]
 )
 
 
@@ -58,8 +105,7 @@ def build(name: str, batch_size: int | None = None) -> Workload:
 
 
 def batch_tensors(workload: Workload) -> list[torch.Tensor]:
-    batch = workload.next_batch()
-    return [batch] if isinstance(batch, torch.Tensor) else list(batch)
+    return [leaf for leaf in tree_leaves(workload.next_batch()) if isinstance(leaf, torch.Tensor)]
 
 
 @each_workload
@@ -79,7 +125,7 @@ def test_sizes_are_recorded(name: str) -> None:
     assert default.batch_size is not None
     assert default.batch_size > 1
     # Only images have no sequence; the patches of a vision transformer are one.
-    assert (default.sequence_length is None) == ("resnet" in name)
+    assert (default.sequence_length is None) == name.startswith(("resnet", "unet"))
 
 
 @each_workload
@@ -90,22 +136,26 @@ def test_two_builds_are_equal(name: str) -> None:
     second = build(name, batch_size=2)
     for a, b in zip(batch_tensors(first), batch_tensors(second), strict=True):
         assert torch.equal(a, b)
-    assert torch.equal(first.run_step(), second.run_step())
+    losses = []
+    for workload in (first, second):
+        torch.manual_seed(3)  # a step may draw noise
+        losses.append(workload.run_step())
+    assert torch.equal(*losses)
     for p, q in zip(first.parameters(), second.parameters(), strict=True):
         assert torch.equal(p, q)
 
 
 @each_workload
 def test_checkpointing_lowers_the_peak(name: str) -> None:
-    pattern, count = LAYERS[name]
-    workload = build(name)
-    layer_names = fnmatch.filter((n for n, _ in workload.model.named_modules()), pattern)
-    assert len(layer_names) == count
+    study, workload = WORKLOADS[name], build(name)
+    names = [n for n, _ in workload.model.named_modules()]
+    layer_names = [n for pattern in study.layers for n in fnmatch.filter(names, pattern)]
+    assert len(layer_names) == study.count
     workload.run_step()
     plain = measure_peak(workload)
     for layer_name in layer_names:
         checkpoint_layer(workload.model.get_submodule(layer_name))
-    assert measure_peak(workload) <= 0.65 * plain
+    assert measure_peak(workload) <= study.full_fraction * plain
 
 
 def measure_peak(workload: Workload) -> int:
@@ -114,15 +164,20 @@ def measure_peak(workload: Workload) -> int:
 
 def test_every_study_is_tested() -> None:
     files = {path.name for path in STUDIES.glob("*.py") if not path.name.startswith("_")}
-    assert files == {name for name in LAYERS if name.endswith(".py")}
+    assert files == set(FILES)
 
 
-@pytest.mark.parametrize("file", [n for n in LAYERS if n.endswith("_transformers.py")])
-def test_missing_transformers_says_how_to_install_it(
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("file", FILES)
+def test_missing_libraries_say_how_to_install_them(
     file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(WorkloadError, match=INSTALL):
+    study = WORKLOADS[file]
+    extras = tomllib.loads((STUDIES.parent / "pyproject.toml").read_text())["project"]
+    assert study.extra in extras["optional-dependencies"]
+    for library in study.libraries:
+        monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(WorkloadError, match=rf"pip install 'sac-search\[{study.extra}\]'"):
         load_factory(str(STUDIES / file))
 
 

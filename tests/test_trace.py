@@ -56,7 +56,14 @@ def trace_model(
     batch = tiny.tokens() if batch is None else batch
     workload = Workload(model, loss_fn, batch)
     found = find_layers(model, workload.run_loss, layers)
-    return trace_layers(workload, found, CPU, Clock.CPU, repeats=repeats)
+    traces = trace_layers(workload, found, CPU, Clock.CPU, repeats=repeats)
+    return [without_checkpoints_own(layer) for layer in traces]
+
+
+def without_checkpoints_own(layer: LayerTrace) -> LayerTrace:
+    if not tiny.CHECKPOINT_RUNS_OPS:
+        return layer
+    return replace(layer, ops=tuple(op for op in layer.ops if op.op != "aten.empty.memory_format"))
 
 
 def trace_layer(layer: nn.Module, **given: Any) -> LayerTrace:
@@ -498,6 +505,7 @@ def test_a_trace_of_fakes_is_that_of_real_tensors_but_for_seconds(
 
 
 def without_seconds(layer: LayerTrace) -> LayerTrace:
+    layer = without_checkpoints_own(layer)
     return replace(layer, ops=tuple(replace(op, seconds=0.0) for op in layer.ops))
 
 
@@ -505,7 +513,8 @@ def test_a_price_is_made_from_the_call_and_what_came_of_it() -> None:
     seen: list[Any] = []
 
     def price(func: Any, args: Any, kwargs: Any, output: Any) -> float:
-        seen.append((str(func), [x.shape for x in args], dict(kwargs), output.shape))
+        if str(func) == "aten.rand_like.default":
+            seen.append(([x.shape for x in args], dict(kwargs), output.shape))
         return 1.0
 
     model = tiny.Stack(Of(torch.rand_like))
@@ -513,8 +522,7 @@ def test_a_price_is_made_from_the_call_and_what_came_of_it() -> None:
     model.blocks[0].linear.weight.requires_grad_(False)
     workload.batch.requires_grad_()
     price_layers(workload, find_layers(model, workload.run_loss, "blocks.*"), price)
-    name, shapes, keywords, shape = seen[-1]
-    assert name == "aten.rand_like.default"
+    ((shapes, keywords, shape),) = seen
     assert shapes == [shape] == [(2, tiny.HIDDEN)]
     assert keywords["pin_memory"] is False
 
@@ -544,6 +552,7 @@ def test_nothing_is_left_behind(fails: bool) -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.skipif(tiny.CHECKPOINT_RUNS_OPS, reason="its graph holds no tensors in place")
 def test_tracing_needs_no_more_memory_than_plain_checkpointing() -> None:
     saved: list[int] = []
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
+import re
 import sys
 import textwrap
+import tomllib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +30,7 @@ from sac_search.workload import (
     require,
     require_file,
     split_spec,
+    with_largest_batch,
 )
 
 CPU = torch.device("cpu")
@@ -449,6 +454,46 @@ def test_a_step_of_ones_own_replaces_the_default_one() -> None:
     assert workload.model.weight.grad is None  # no backward pass but the user's
 
 
+def drawn(*lengths: int) -> Workload:
+    """Returns a workload whose batches have these lengths, in turn."""
+    batches = itertools.cycle(
+        {"x": [Pair(left=torch.full((length, 2), float(length)), right=None)]} for length in lengths
+    )
+    return tiny_workload(batch=lambda: next(batches))
+
+
+@dataclass(frozen=True)
+class Pair:
+    left: torch.Tensor
+    right: torch.Tensor | None
+
+
+def test_of_unlike_batches_the_largest_is_taken_for_all_steps() -> None:
+    workload = with_largest_batch(drawn(2, 5, 3))
+    batches = [workload.next_batch() for _ in range(4)]
+    assert [len(batch.pop("x")[0].left) for batch in batches] == [5, 5, 5, 5]  # each its own copy
+    assert len(workload.next_batch()["x"]) == 1
+    (note,) = workload.notes
+    assert "the largest of the first 16" in note
+
+
+def test_batches_of_one_size_are_drawn_on() -> None:
+    workload = drawn(3)
+    assert with_largest_batch(workload) is workload
+    plain = tiny_workload()
+    assert with_largest_batch(plain) is plain
+
+
+def test_a_loader_that_ends_is_taken_as_far_as_it_goes() -> None:
+    batches = iter(torch.ones(length, 2) for length in (1, 3, 2))
+    workload = with_largest_batch(tiny_workload(batch=lambda: next(batches)))
+    assert [len(workload.next_batch()) for _ in range(3)] == [3, 3, 3]
+    assert "the largest of the first 3," in workload.notes[0]
+    ended = with_largest_batch(tiny_workload(batch=lambda: next(iter(()))))
+    with pytest.raises(StopIteration):
+        ended.next_batch()
+
+
 def test_batches_from_a_callable_follow_each_other() -> None:
     batches = iter(torch.full((1, 2), value) for value in (1.0, 2.0))
     workload = tiny_workload(batch=lambda: next(batches))
@@ -456,6 +501,15 @@ def test_batches_from_a_callable_follow_each_other() -> None:
 
 
 # --- extras ---------------------------------------------------------------------------------------
+
+
+def test_every_extra_that_is_named_is_one_of_the_packages() -> None:
+    root = Path(__file__).parents[1]
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    files = [*(root / "sac_search").rglob("*.py"), *(root / "studies").glob("*.py")]
+    named = {extra for file in files for extra in re.findall(r'extra="([^"]+)"', file.read_text())}
+    assert "transformers" in named
+    assert named <= project["optional-dependencies"].keys()
 
 
 def test_a_missing_extra_is_named() -> None:

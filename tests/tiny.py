@@ -18,6 +18,10 @@ GELU = "aten.gelu.default"
 ADD = "aten.add.Tensor"
 HIDDEN = 8
 """Width of the models."""
+RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
+"""Of torch: what is counted to the op are the ops of 2.13, and older ones run a few more."""
+CHECKPOINT_RUNS_OPS = RELEASE < (2, 12)
+"""Whether `checkpoint()` itself runs an op, an empty one, in each region."""
 
 
 class Block(nn.Module):

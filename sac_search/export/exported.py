@@ -311,6 +311,9 @@ def _find_layers(model: torch.nn.Module) -> dict[torch.nn.Module, _Found]:
         more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
         near = [name for name in modules if name.endswith(f".{missing[0]}")]
         hint = f"It has {', '.join(near[:3])}: apply the policy to that part. " if near else ""
+        held = [name for name in modules if "." in name and missing[0].endswith(f".{name}")]
+        if held:
+            hint = f"It has {held[0]}: apply the policy to what holds this model. "
         raise ValueError(
             f"{type(model).__name__} has no layer {', '.join(missing[:5])}{more}. {hint}"
             "The policy was made for a model with these names; search again for another one."
@@ -405,9 +408,12 @@ def _modules_of(function: Any) -> list[torch.nn.Module]:
     if isinstance(function, functools.partial):
         held = [*_modules_of(function.func), *function.args]
     else:
-        cells = getattr(function, "__closure__", None) or ()
         held = [function, getattr(function, "__self__", None)]
-        held += [cell.cell_contents for cell in cells]
+        for cell in getattr(function, "__closure__", None) or ():
+            try:
+                held.append(cell.cell_contents)
+            except ValueError:  # not filled yet
+                continue
     return [_unwrapped(value)[0] for value in held if isinstance(value, torch.nn.Module)]
 
 
@@ -415,6 +421,11 @@ def _warn_of_device(model: torch.nn.Module) -> None:
     device = next((parameter.device for parameter in model.parameters()), None)
     made_for = META["environment"]
     if device is None or device.type == "meta":
+        return
+    if META.get("evidence") == "forecast":
+        _warn(
+            f"it is a forecast for {made_for['device_name']}: nothing was measured or verified", 5
+        )
         return
     here = ""
     if device.type != made_for["device"]:

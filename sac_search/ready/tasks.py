@@ -182,7 +182,6 @@ IMAGES_AND_TEXT = Task(
     peft_type="CAUSAL_LM",
 )
 # A class that is in two tables, as those of images and text, belongs to the first.
-# A class that is in two tables, as those of images and text, belongs to the first.
 TASKS = (
     IMAGES_AND_TEXT,
     CAUSAL,

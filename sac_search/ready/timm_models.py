@@ -41,10 +41,14 @@ def find_factory(recipe: Recipe) -> Factory:
     """
     timm = _part()
     if recipe.lora_rank is not None:
-        import_library("peft", extra="lora")
+        import_library("peft", extra="peft")
     if not timm.is_model(recipe.model):
         raise WorkloadNotFound(_unknown_message(timm, recipe.model))
-    return Factory(function=functools.partial(_build, recipe=recipe), name=recipe.spec)
+    return Factory(
+        function=functools.partial(_build, recipe=recipe),
+        name=recipe.spec,
+        release=f"timm {timm.__version__}",
+    )
 
 
 def image_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:

@@ -18,7 +18,7 @@ from sac_search.workload import Workload, format_user_traceback, require
 BATCH_SIZE = 8
 """Samples in a step when nobody says."""
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# Small enough for random data to leave every loss finite, whatever the precision.
+# Small enough for random data to leave every loss finite, in every precision that is taken.
 _LEARNING_RATE = 1e-4
 _LINEAR = ("Linear", "Conv1D")
 """Classes that peft has adapters for; transformers calls GPT-2's linear layers convolutions."""
@@ -93,7 +93,7 @@ def add_lora(
     Raises:
         UsageError: the model has no such layer.
     """
-    peft = import_library("peft", extra="lora")
+    peft = import_library("peft", extra="peft")
     inside = {module for head in heads if head is not None for module in head.modules()}
     names = [
         name
@@ -119,8 +119,17 @@ def make_optimizer(
 
     `adafactor` makes the library's own: torch's reads a norm of every parameter in Python, which
     no forecast can follow.
+
+    Raises:
+        UsageError: the optimizer diverges in the precision of the parameters.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
+    squares = name not in (OptimizerName.SGD, OptimizerName.NONE)
+    if squares and any(p.dtype is torch.float16 for p in parameters):
+        raise UsageError(
+            f"{name} keeps squares of gradients, which vanish in fp16, so that the second step "
+            "gives NaN: take --dtype bf16, --autocast fp16 on fp32 parameters, or --optimizer sgd"
+        )
     if name is OptimizerName.ADAMW:
         return torch.optim.AdamW(parameters, lr=_LEARNING_RATE)
     if name is OptimizerName.SGD:

@@ -70,7 +70,7 @@ def find_factory(recipe: Recipe) -> Factory:
     fields = recipe.read_config()
     transformers = import_library("transformers", extra="transformers")
     if recipe.lora_rank is not None:
-        import_library("peft", extra="lora")
+        import_library("peft", extra="peft")
     config = _make_config(recipe, fields, transformers)
     choice = choose_model(config, str(recipe.config_path))
     _refuse_settings(recipe, choice, config)
@@ -78,6 +78,7 @@ def find_factory(recipe: Recipe) -> Factory:
         function=functools.partial(_build, recipe=recipe, choice=choice),
         name=recipe.spec,
         path=recipe.config_path.resolve(),
+        release=f"transformers {transformers.__version__}",
     )
 
 

@@ -41,7 +41,7 @@ def confirm(
     The best few are in the order of their new figures; the others follow, should none of them pass
     verification. No and full checkpointing are measured along with them, since the winner is held
     against those. The figures are kept in the study, so that a continued search whose finalists are
-    the same does not measure them once more.
+    the same does not measure them once more, unless one of them failed.
     """
     finalists = rank(candidates, store.budget_bytes)[:FINALISTS]
     if not finalists:
@@ -49,11 +49,18 @@ def confirm(
     ends = [c for c in candidates if c.name in (NONE, FULL) and c.measurement is not None]
     compared = {candidate.policy.key: candidate for candidate in [*finalists, *ends]}
     keys = tuple(compared)
-    confirmation = store.confirmation
-    if confirmation is None or confirmation.keys != keys:
-        outcomes = measurer.compare([c.policy for c in compared.values()], steps)
-        store.write("confirmation", Confirmation(keys=keys, outcomes=tuple(outcomes)))
     first = {candidate.policy.key for candidate in finalists}
+    confirmation = store.confirmation
+    if confirmation is None or confirmation.keys != keys or not confirmation.is_whole:
+        outcomes = dict(
+            zip(keys, measurer.compare([c.policy for c in compared.values()], steps), strict=True)
+        )
+        # Where no finalist runs, though all of them did, the moment is a bad one (another process
+        # fills the device): the figures stay as they were. The ends keep theirs in any case.
+        if any(outcomes[key].measurement is not None for key in first):
+            kept = {k: o for k, o in outcomes.items() if k in first or o.measurement is not None}
+            found = Confirmation(keys=tuple(kept), outcomes=tuple(kept.values()))
+            store.write("confirmation", found)
     confirmed = with_confirmed_figures(store, candidates)
     return [
         *rank((c for c in confirmed if c.policy.key in first), store.budget_bytes),

@@ -16,7 +16,7 @@ import optuna
 
 from sac_search import interrupts, records, units
 from sac_search.failures import make_failure
-from sac_search.policy import Policy
+from sac_search.policy import Policy, checkpoint_layers
 from sac_search.profile import Profile
 from sac_search.records import Failure, FailureKind, Outcome
 from sac_search.space import Assignment, Choices, RunMode, SearchSpace
@@ -95,10 +95,10 @@ class Search:
     """How long and how."""
     on_candidate: OnCandidate = lambda candidate, trials_done: None
     """Told of every new candidate and of the trials done so far."""
+    on_note: Callable[[str], None] = lambda text: None
+    """Told what the user should know."""
     claiming: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
     """Held while a trial says what it measures, so that no two searches say the same at once."""
-    on_note: Callable[[str], None] = lambda text: None
-    """Told what the user should read."""
     _deadline: float | None = None
     _known: dict[str, Candidate] = field(default_factory=dict)
     _asked: dict[str, Assignment] = field(default_factory=dict)
@@ -111,6 +111,7 @@ class Search:
     _ruled_out: int = 0
     _stop_reason: str = ""
     _read_trials: int = 0
+    _was_given_up: bool = False
 
     def __post_init__(self) -> None:
         self.store.keep_decisions(self.space.decisions)
@@ -229,8 +230,12 @@ class Search:
         self.measure_compiled_plans()
 
     def run(self) -> str:
-        """Measures plans and the baselines that are left, and searches. Returns why it stopped."""
+        """Measures plans and baselines, and searches. Returns why it stopped."""
         self.measure_baselines()
+        return self.run_trials()
+
+    def run_trials(self) -> str:
+        """Searches beyond plans and baselines. Returns why it stopped."""
         if not self.is_finished():
             self._optimize(self._propose, count=None, callbacks=[self._stop_when_finished])
         self._write_bound()
@@ -268,6 +273,11 @@ class Search:
         if self._profile is None and not self._cannot_plan:
             self._profile = profile_of(self.measurer, self.space)
             self._cannot_plan = self._profile is None
+            if self._cannot_plan and self._has_forecasts():
+                self.on_note(
+                    "The layers could not be profiled, so that nothing is planned: a Gaussian "
+                    "process proposes the trials."
+                )
         if self._profile is None:
             return None
         if mode not in self._advisors:
@@ -281,6 +291,10 @@ class Search:
             )
         self._advisors[mode].learn(self._known.values())
         return self._advisors[mode]
+
+    def _has_forecasts(self) -> bool:
+        full = checkpoint_layers(layer.name for layer in self.space.layers)
+        return self.measurer.forecast(full).peak_bytes is not None
 
     def _advise(self, generator: np.random.Generator) -> Assignment | None:
         self._learn_from_others()
@@ -416,7 +430,19 @@ class Search:
                 decisions=self.space.decisions,
                 propose=self._advise,
             )
-            study.optimize(objective, n_trials=count, callbacks=callbacks, catch=(_Claimed,))
+            while True:
+                try:
+                    study.optimize(
+                        objective, n_trials=count, callbacks=callbacks, catch=(_Claimed,)
+                    )
+                    return
+                except ValueError:
+                    # What Optuna says of a trial that was ended by others meanwhile.
+                    if not self._was_given_up:
+                        raise
+                    self._was_given_up = False
+                    if count is not None or self.is_finished():
+                        return
 
     def _propose(self, trial: optuna.Trial) -> float:
         interrupts.raise_if_unseen()
@@ -437,10 +463,15 @@ class Search:
         return self._write(trial, policy, outcome, is_new=known is None)
 
     def _claim(self, trial: optuna.Trial, policy: Policy) -> None:
-        """Says that this trial measures `policy`, unless another search is doing so."""
+        """Says that this trial measures `policy`, unless another search is doing so.
+
+        Baselines and plans are measured in any case: only one search at a time is at them, and one
+        that was killed at it is no longer.
+        """
+        is_given = not {"baseline", "plan"}.isdisjoint(trial.user_attrs)
         with self.claiming():
             trial.set_user_attr("policy", records.to_builtins(policy))
-            is_taken = policy.key in self.store.claims(but=trial.number)
+            is_taken = not is_given and policy.key in self.store.claims(but=trial.number)
         trial.set_user_attr("policy_text", policy.describe())
         self._learn_from_others()
         if is_taken and policy.key not in self._known:
@@ -465,22 +496,46 @@ class Search:
         self, trial: optuna.Trial, policy: Policy, outcome: Outcome, *, is_new: bool
     ) -> float:
         self.store.keep_anchor(outcome)
-        if is_new:
-            trial.set_user_attr("outcome", records.to_builtins(outcome))
-            self._remember(
-                name_of_trial(trial),
-                policy,
-                outcome,
-                is_baseline="baseline" in trial.user_attrs,
-            )
-        seconds, excess_gib = self._told(outcome)
-        for name, value in self._readable(outcome, seconds).items():
-            trial.set_user_attr(name, value)
-        # The list under "constraints" is what optuna-dashboard (0.21) reads, the other is Optuna's.
-        trial.storage.set_trial_system_attr(trial._trial_id, "constraints", [excess_gib])
-        # Last of all: a completed trial without its constraint would count as feasible.
-        trial.set_constraint(CONSTRAINT, excess_gib)
+        measured = {"outcome": records.to_builtins(outcome)} if is_new else {}
+        given_up = optuna.exceptions.UpdateFinishedTrialError
+        try:
+            for name, value in measured.items():
+                trial.set_user_attr(name, value)
+            if is_new:
+                self._remember(
+                    name_of_trial(trial),
+                    policy,
+                    outcome,
+                    is_baseline="baseline" in trial.user_attrs,
+                )
+            seconds, excess_gib = self._told(outcome)
+            readable = self._readable(outcome, seconds)
+            for name, value in readable.items():
+                trial.set_user_attr(name, value)
+            # The list under "constraints" is what optuna-dashboard (0.21) reads, the other is
+            # Optuna's own.
+            trial.storage.set_trial_system_attr(trial._trial_id, "constraints", [excess_gib])
+            # Last of all: a completed trial without its constraint would count as feasible.
+            trial.set_constraint(CONSTRAINT, excess_gib)
+        except given_up as error:
+            # This process stood still for so long that another search took it for dead.
+            self._was_given_up = True
+            self._write_anew(trial, outcome, measured)
+            raise _GivenUp from error
         return seconds
+
+    def _write_anew(
+        self, trial: optuna.Trial, outcome: Outcome, attributes: dict[str, object]
+    ) -> None:
+        """Writes what was measured as another trial, since this one has been ended."""
+        seconds, excess_gib = self._told(outcome)
+        self.store.add_trial(
+            seconds=seconds,
+            excess_gib=excess_gib,
+            parameters=trial.params,
+            distributions=trial.distributions,
+            attributes=trial.user_attrs | attributes | self._readable(outcome, seconds),
+        )
 
     def _told(self, outcome: Outcome) -> tuple[float, float]:
         """Returns the value and the constraint that the sampler learns from."""
@@ -579,6 +634,10 @@ class Search:
             trials = self.store.study.get_trials(deepcopy=False)
         asked = [assignment_in(self.space, trial) for trial in trials]
         return {self.space.policy_for(a).key: a for a in asked if a is not None}
+
+
+class _GivenUp(Exception):
+    """Another search ended this trial, since nothing was heard of it."""
 
 
 class _Claimed(Exception):

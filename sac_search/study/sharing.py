@@ -28,8 +28,10 @@ _POLL_SECONDS = 0.1
 class Membership:
     """One search's part in a study; `joined` makes one."""
 
-    def __init__(self, handle: int) -> None:
+    def __init__(self, handle: int, *, is_locked: bool) -> None:
         self._handle = handle
+        self.can_tell = is_locked
+        """Whether the file system tells who else takes part."""
 
     def when_alone(self, action: Callable[[], None]) -> bool:
         """Runs `action` if no other search takes part, and nobody joins meanwhile.
@@ -55,10 +57,21 @@ def joined(folder: Path) -> Iterator[Membership]:
     """
     handle = _open(folder, _LOCK_NAME)
     try:
-        _lock(handle, shared=True, wait=True)
-        yield Membership(handle)
+        yield Membership(handle, is_locked=_lock(handle, shared=True, wait=True))
     finally:
-        os.close(handle)
+        _release(handle)
+
+
+def is_shared(folder: Path) -> bool:
+    """Returns whether a search of the study in `folder` is running now, as far as can be told."""
+    if not (folder / _LOCK_NAME).is_file():
+        return False
+    handle = _open(folder, _LOCK_NAME)
+    try:
+        alone = _lock(handle, shared=False, wait=False)
+        return not alone and _lock(handle, shared=True, wait=False)
+    finally:
+        _release(handle)
 
 
 @contextlib.contextmanager
@@ -90,7 +103,16 @@ def _exclusive(folder: Path, name: str, on_wait: Callable[[], None]) -> Iterator
             _lock(handle, shared=False, wait=True)
         yield
     finally:
-        os.close(handle)
+        _release(handle)
+
+
+def _release(handle: int) -> None:
+    # Not by closing alone: a process that was forked meanwhile, such as a data loader's, has the
+    # handle as well, and would keep the lock for as long as it lives.
+    if sys.platform != "win32":
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_UN)
+    os.close(handle)
 
 
 def _open(folder: Path, name: str) -> int:

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import optuna
 import sqlalchemy.exc
+from optuna.distributions import BaseDistribution
 from optuna.trial import FrozenTrial, TrialState
 
 from sac_search import records, units
@@ -55,6 +56,11 @@ class Confirmation:
     def __post_init__(self) -> None:
         if len(self.keys) != len(self.outcomes):
             raise ValueError(f"{len(self.keys)} policies have {len(self.outcomes)} outcomes")
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of them ran."""
+        return all(outcome.measurement is not None for outcome in self.outcomes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,6 +278,11 @@ class StudyStore:
         return self._optional("is_exhausted", bool) or False
 
     @property
+    def is_finished(self) -> bool:
+        """Whether its last search came to its end, and was not interrupted."""
+        return self._optional("is_finished", bool) or False
+
+    @property
     def has_plans(self) -> bool:
         """Whether the planner's first answers were measured."""
         return self._optional("has_plans", bool) or False
@@ -312,6 +323,29 @@ class StudyStore:
             return None
         tried = self._decode(trial.user_attrs, _Tried)
         return self._candidate(tried, name_of_trial(trial), "baseline" in trial.user_attrs)
+
+    def add_trial(
+        self,
+        *,
+        seconds: float | None,
+        excess_gib: float,
+        parameters: dict[str, Any],
+        distributions: dict[str, BaseDistribution],
+        attributes: dict[str, Any],
+    ) -> None:
+        """Adds a complete trial that was not asked for: what was measured elsewhere, or before."""
+        with storage_errors_named(self.path):
+            self.study.add_trial(
+                optuna.create_trial(
+                    value=seconds,
+                    params=parameters,
+                    distributions=distributions,
+                    user_attrs=attributes,
+                    # As the search writes them: one for the dashboard, one for Optuna.
+                    system_attrs={"constraints": [excess_gib]},
+                    constraints={CONSTRAINT: excess_gib},
+                )
+            )
 
     def _candidate(self, tried: _Tried, name: str, is_baseline: bool) -> Candidate:
         anchor_seconds = self.anchor_seconds
@@ -452,11 +486,7 @@ def check_same(
             f"study {store.name!r} was measured in another environment:\n{lines}\n"
             "Add --fresh to begin a new study beside it, or name another one with --study"
         )
-    if store.budget_bytes != budget_bytes:
-        raise StudyError(
-            f"study {store.name!r} is for a budget of {units.format_gib(store.budget_bytes)}, not "
-            f"{units.format_gib(budget_bytes)}; add --fresh, or name another one with --study"
-        )
+    check_same_budget(store, budget_bytes)
     known = {layer.name for layer in store.layers}
     asked = {layer.name for layer in layers} if layers is not None else known
     if asked != known:
@@ -465,6 +495,19 @@ def check_same(
             f"study {store.name!r} is about other layers ({len(known)}, now {len(asked)}; "
             f"{example} is in one of them only), since --layers or the workload's layers differ; "
             "add --fresh, or name another one with --study"
+        )
+
+
+def check_same_budget(store: StudyStore, budget_bytes: int) -> None:
+    """Refuses to continue a study under another budget.
+
+    Raises:
+        StudyError: the study is for another one.
+    """
+    if store.budget_bytes != budget_bytes:
+        raise StudyError(
+            f"study {store.name!r} is for a budget of {units.format_gib(store.budget_bytes)}, not "
+            f"{units.format_gib(budget_bytes)}; add --fresh, or name another one with --study"
         )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import optuna
 from optuna.trial import FrozenTrial, TrialState
 
 from sac_search import records, units
@@ -13,7 +12,6 @@ from sac_search.errors import StudyError
 from sac_search.space import Decision
 from sac_search.study.candidate import Candidate, drift_free_seconds
 from sac_search.study.store import (
-    CONSTRAINT,
     StudyStore,
     list_studies,
     open_study,
@@ -122,15 +120,10 @@ def _add_trial(
     for name in ("baseline", "plan"):
         if name in trial.user_attrs:
             attributes[name] = trial.user_attrs[name]
-    with storage_errors_named(store.path):
-        store.study.add_trial(
-            optuna.create_trial(
-                value=drift_free_seconds(candidate.outcome, anchor_seconds),
-                params=trial.params,
-                distributions=trial.distributions,
-                user_attrs=attributes,
-                # As the search writes them: one for Optuna, one for the dashboard.
-                system_attrs={"constraints": [excess_gib]},
-                constraints={CONSTRAINT: excess_gib},
-            )
-        )
+    store.add_trial(
+        seconds=drift_free_seconds(candidate.outcome, anchor_seconds),
+        excess_gib=excess_gib,
+        parameters=trial.params,
+        distributions=trial.distributions,
+        attributes=attributes,
+    )

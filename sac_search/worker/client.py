@@ -6,9 +6,11 @@ search.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,8 @@ from sac_search.worker.session import (
 )
 
 _LONGEST_COMPILE_SECONDS = 1800.0
+# Without a profile nothing is planned, so one lost worker is not the end of it.
+_PROFILE_TRIES = 2
 
 
 class Isolation(enum.StrEnum):
@@ -114,18 +118,18 @@ class WorkerClient:
     def forecast(self, policy: Policy) -> ForecastPeak:
         """Returns the peak that `policy` would have, without running it."""
         try:
-            peak: ForecastPeak = self._ask("forecast", policy, self._timeout(1))
+            peak: ForecastPeak = self._ask("forecast", policy, self._forecast_timeout(1))
         except WorkerLost as lost:
             return ForecastPeak(problem=lost.failure.message)
         return peak
 
     def profile(self, request: ProfileRequest) -> Profile | None:
         """Returns sizes and prices of the layers; None where there are no forecasts."""
-        try:
-            profile: Profile | None = self._ask("profile", request, self._timeout(10))
-        except WorkerLost:
-            return None
-        return profile
+        for _ in range(_PROFILE_TRIES):
+            with contextlib.suppress(WorkerLost):
+                profile: Profile | None = self._ask("profile", request, self._forecast_timeout(10))
+                return profile
+        return None
 
     def verify(self, policy: Policy) -> Verdict:
         """Compares the policy's gradients with those of the run without checkpointing."""
@@ -157,13 +161,15 @@ class WorkerClient:
         self._begin_trial()
         started = time.monotonic()
         try:
-            outcome: Outcome = self._ask("measure", policy, self._timeout(1, policy))
+            outcome: Outcome = self._ask("run_steps", policy, self._timeout(1, policy))
         except WorkerLost as lost:
             return Outcome(failure=lost.failure)
         # One that failed says nothing of how long the others take: it may have failed at once.
         if self._baseline_seconds is None and outcome.measurement is not None:
             self._baseline_seconds = time.monotonic() - started
-        return outcome
+        if self._process is None:  # it was ended: a new one is for the next trial
+            return outcome
+        return replace(outcome, forecast_peak_bytes=self.forecast(policy).peak_bytes)
 
     def _begin_trial(self) -> None:
         if self._isolation is Isolation.TRIAL and self._has_measured:
@@ -185,6 +191,12 @@ class WorkerClient:
         except WorkerLost as lost:
             return Verdict(failure=lost.failure)
         return verdict
+
+    def _forecast_timeout(self, forecasts: int) -> float | None:
+        # A dry run takes what Python takes for a step, and is no part of a trial.
+        if self._load_seconds is None:
+            return None
+        return max(300.0, 20 * self._load_seconds) * forecasts
 
     def _timeout(self, measurements: int, *policies: Policy) -> float | None:
         if self._trial_timeout_seconds is not None:

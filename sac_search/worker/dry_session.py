@@ -40,6 +40,7 @@ from sac_search.workload import (
     Workload,
     build_workload,
     hash_sources,
+    with_largest_batch,
 )
 
 _META = torch.device("meta")
@@ -66,9 +67,9 @@ class DrySession:
         if settings.spec == BUILTIN_SPEC:
             sized = functools.partial(build_builtin, device_memory_bytes=rates.memory_bytes)
             factory = replace(factory, function=sized)
-        self.workload = _build(factory, settings.batch_size)
-        self._source_hash = hash_sources(factory)
+        self.workload = with_largest_batch(_build(factory, settings.batch_size))
         """The workload, its tensors on the meta device or, where that failed, on the CPU."""
+        self._source_hash = hash_sources(factory)
         refuse_own_checkpointing(self.workload.model)
         _choose_foreach(self.workload)
         _make_optimizer_state(self.workload)

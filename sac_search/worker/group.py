@@ -43,6 +43,7 @@ from sac_search.worker.protocol import METHODS, RemoteError, Reply
 _ADDRESS_KEY = "leader"
 _CONNECT_SECONDS = 300.0
 _HELLO_SECONDS = 10.0
+_HELLO_BYTES = 4096
 _POLL_SECONDS = 1.0
 # How long the others may take to say what they saw, once a rank has failed.
 _GRACE_SECONDS = 5.0
@@ -124,10 +125,10 @@ class Channel:
         with self._lock, contextlib.suppress(OSError):
             self._connection.sendall(encode(message) + b"\n")
 
-    def read(self, message_type: Any) -> Any:
+    def read(self, message_type: Any, *, most_bytes: int = -1) -> Any:
         """Returns the next message; None when the other side is gone, or talks nonsense."""
         with contextlib.suppress(OSError, ValueError, msgspec.DecodeError):
-            line = self._lines.readline()
+            line = self._lines.readline(most_bytes)
             if line:
                 return msgspec.json.decode(line, type=message_type)
         return None
@@ -216,8 +217,8 @@ class Group:
                 connection, _ = server.accept()
                 channel = Channel(connection)
                 channel.wait_at_most(_HELLO_SECONDS)
-                hello = channel.read(Hello)
-                if hello is None or not secrets.compare_digest(hello.token, token):
+                hello = channel.read(Hello, most_bytes=_HELLO_BYTES)
+                if hello is None or not self._is_invited(hello, token):
                     channel.close()
                     continue
                 channel.wait_at_most(None)
@@ -226,6 +227,10 @@ class Group:
                     target=self._listen, args=(hello.rank, channel), daemon=True
                 ).start()
         self._complete.set()
+
+    def _is_invited(self, hello: Hello, token: str) -> bool:
+        is_missing = 0 < hello.rank < self.launch.world_size and hello.rank not in self._channels
+        return is_missing and secrets.compare_digest(hello.token.encode(), token.encode())
 
     def _listen(self, rank: int, channel: Channel) -> None:
         while (answer := channel.read(Answer)) is not None:

@@ -25,6 +25,7 @@ from sac_search.worker.protocol import Reply, Request
 # Set in the worker's environment, so that a file that searches when it is imported is noticed.
 IN_WORKER = "SAC_SEARCH_IN_WORKER"
 _LOG_TAIL_LINES = 8
+_LOG_TAIL_BYTES = 2**16
 _POLL_SECONDS = 1.0
 _PACKAGE_ROOT = Path(__file__).parents[2]
 # As `python -m sac_search.worker`, with the current folder last in the path instead of first: a
@@ -142,7 +143,8 @@ class WorkerProcess:
     def _log_tail(self) -> str:
         """Returns the last words of this process: after a crash, where it happened."""
         with contextlib.suppress(OSError), self._log_path.open(errors="replace") as log:
-            log.seek(self._log_start)
+            size = self._log_path.stat().st_size
+            log.seek(max(self._log_start, size - _LOG_TAIL_BYTES))
             lines = [line.strip() for line in log if line.strip()]
             crashes = [i for i, line in enumerate(lines) if line.startswith("Current thread 0x")]
             start = crashes[-1] if crashes else max(0, len(lines) - _LOG_TAIL_LINES)

@@ -73,7 +73,7 @@ class Method:
 METHODS = {
     "load": Method(SessionSettings, bool),
     "describe": Method(bool, Description),
-    "measure": Method(Policy, Outcome),
+    "run_steps": Method(Policy, Outcome),
     "compare": Method(Comparison, list[Outcome]),
     "forecast": Method(Policy, ForecastPeak),
     "profile": Method(ProfileRequest, Profile | None),

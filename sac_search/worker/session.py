@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -44,6 +44,7 @@ from sac_search.workload import (
     canonical_spec,
     format_user_traceback,
     hash_sources,
+    with_largest_batch,
 )
 
 OUT_OF_MEMORY = frozenset({FailureKind.OUT_OF_MEMORY, FailureKind.HOST_OUT_OF_MEMORY})
@@ -123,12 +124,15 @@ class Session:
         device: torch.device,
         source_hash: str = "",
         peers: Peers = ALONE,
+        restore: Callable[[], None] | None = None,
     ) -> None:
+        workload = with_largest_batch(workload)
         self._workload = workload
         self._settings = settings
         self._device = device
         self._source_hash = source_hash
         self._peers = peers
+        self._restore = restore
         self._diverged = False
         clock = settings.clock or devices.default_clock(device)
         if settings.compile is not None:
@@ -164,18 +168,34 @@ class Session:
         )
 
     def measure(self, policy: Policy) -> Outcome:
-        """Returns what `policy` costs."""
-        outcome = self._noted(self._meter.measure(policy, self._reference))
+        """Returns what `policy` costs, and its forecast."""
+        outcome = self.run_steps(policy)
         if policy.compiled is not None:
             return outcome  # fake tensors do not tell what a compiled step needs
-        if outcome.failure is not None and self._peers.size > 1:
-            return outcome  # at once, for the others may wait for this rank
         return replace(outcome, forecast_peak_bytes=self.forecast(policy).peak_bytes)
+
+    def run_steps(self, policy: Policy) -> Outcome:
+        """Returns what `policy` costs, without its forecast."""
+        outcome = self._noted(self._meter.measure(policy, self._reference))
+        if self._restore is not None and self._diverged:
+            # It may have been the steps before: those of a trial move the parameters on.
+            self._start_over()
+            outcome = self._noted(self._meter.measure(policy, self._reference))
+            if self._diverged:
+                self._start_over()
+        return outcome
 
     def compare(self, policies: Sequence[Policy], steps: int) -> list[Outcome]:
         """Returns what each policy costs, their steps interleaved."""
         outcomes = self._meter.compare(policies, self._reference, steps=steps)
-        return [self._noted(outcome) for outcome in outcomes]
+        found = [self._noted(outcome) for outcome in outcomes]
+        if self._restore is None or not self._diverged:
+            return found
+        self._start_over()
+        return [
+            outcome if outcome.failure is None else self.run_steps(policy)
+            for policy, outcome in zip(policies, found, strict=True)
+        ]
 
     def forecast(self, policy: Policy) -> ForecastPeak:
         """Returns the peak of allocated bytes that `policy` would have, without running it."""
@@ -294,6 +314,12 @@ class Session:
         # A device that is broken for good raises here as well; `is_healthy` will tell.
         with contextlib.suppress(Exception):
             devices.free_cached_memory(self._device)
+
+    def _start_over(self) -> None:
+        """Puts parameters and optimizer back, after a loss that was not finite."""
+        assert self._restore is not None
+        self._restore()
+        self._diverged = False
 
     def _noted(self, outcome: Outcome) -> Outcome:
         failure = outcome.failure

@@ -61,6 +61,8 @@ def test_no_process_outlives_the_search_not_even_one_that_hangs_in_c(
         cwd=tmp_path,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
+        # A shell's background jobs, these tests among them, may have been told to ignore it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     ) as parent:
         wait_for((tmp_path / "forked").exists)
         session = int((tmp_path / "pid").read_text())

@@ -21,6 +21,7 @@ from sac_search.study.finish import (
     Winner,
     choose_winner,
     confirm,
+    known_candidates,
     stored_winner,
     with_confirmed_figures,
 )
@@ -127,6 +128,34 @@ def test_a_finalist_that_fails_this_time_is_out() -> None:
     confirmed = confirm(store, measurer, store.candidates())
 
     assert first not in [c.policy.key for c in confirmed]
+
+
+def test_a_moment_in_which_nothing_runs_leaves_the_figures_as_they_were() -> None:
+    measurer = ScriptedMeasurer()
+    store = searched(measurer)
+    expected = ranked_keys(store)
+    measurer.fail = lambda policy: FailureKind.OUT_OF_MEMORY
+
+    confirmed = confirm(store, measurer, store.candidates())
+
+    assert [c.policy.key for c in confirmed] == expected
+    assert all(c.failure is None for c in known_candidates(store))
+    # And the next search tries again.
+    measurer.fail = lambda policy: None
+    confirm(store, measurer, store.candidates())
+    assert len(measurer.compared) == 2
+
+
+def test_ends_that_fail_this_time_keep_their_figures_and_are_measured_again() -> None:
+    measurer = ScriptedMeasurer()
+    store = searched(measurer)
+    measurer.fail = lambda policy: None if policy.layers else FailureKind.OUT_OF_MEMORY
+
+    for times in (1, 2):
+        confirm(store, measurer, store.candidates())
+        assert len(measurer.compared) == times
+        none = next(c for c in known_candidates(store) if c.name == NONE)
+        assert none.measurement is not None
 
 
 def test_the_same_finalists_are_not_measured_once_more() -> None:

@@ -20,7 +20,7 @@ from scripted import (
 
 from sac_search.api import SearchOptions, run_search
 from sac_search.artifacts import load_result, make_result, render_policy, write_files
-from sac_search.errors import WorkloadError
+from sac_search.errors import StudyError, WorkloadError
 from sac_search.policy import NO_CHECKPOINTING
 from sac_search.records import Evidence
 from sac_search.space import Granularity, build_space
@@ -169,3 +169,13 @@ def test_a_search_that_dies_before_its_first_figure_leaves_no_forecast_winner(
     result = run_search(script, "gpt", options, Listener())
     assert result.interrupted and not result.candidates
     assert open_study(tmp_path / "gpt").winner is None
+
+
+def test_a_search_for_another_budget_leaves_the_forecasts_alone(tmp_path: Path) -> None:
+    forecast_on_disk(tmp_path)
+    before = load_result(tmp_path / "gpt")
+    options = SearchOptions(budget_gb=200 / 1024, root=tmp_path, trials=6)
+    with pytest.raises(StudyError, match="is for a budget of"):
+        run_search(measurer(), "gpt", options, Listener())
+    assert load_result(tmp_path / "gpt") == before
+    assert before.best is not None

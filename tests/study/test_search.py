@@ -24,7 +24,7 @@ from scripted import (
 
 from sac_search.opclasses import OpClass
 from sac_search.policy import Policy, checkpoint_layers
-from sac_search.records import FailureKind
+from sac_search.records import FailureKind, Outcome
 from sac_search.space import LayerChoiceMode, build_space
 from sac_search.study import neighbours
 from sac_search.study import search as search_module
@@ -565,3 +565,24 @@ def test_convolution_networks_are_searched_as_well() -> None:
         "no gain beyond the noise in the last 10 trials",
     )
     assert rank(search.store.candidates(), 90 * MIB)
+
+
+@pytest.mark.parametrize("at", [1, 4, len(BASELINE_NAMES) + 2])
+def test_a_trial_that_others_gave_up_meanwhile_is_written_anew(at: int) -> None:
+    class Asleep(ScriptedMeasurer):
+        def measure(self, policy: Policy) -> Outcome:
+            outcome = super().measure(policy)
+            if self.measured.total() == at:
+                store.fail_abandoned_trials()  # what another search does after a while
+            return outcome
+
+    measurer = Asleep()
+    store = memory_store(measurer, BUDGET_BYTES)
+    search = make_search(measurer, BUDGET_BYTES, store=store, trials=4, sampler=RANDOM)
+
+    assert search.run() == "4 trials measured (--trials 4)"
+    assert set(measurer.measured.values()) == {1}
+    assert {c.policy.key for c in store.candidates()} == set(measurer.measured)
+    assert {c.name for c in store.candidates() if c.is_baseline} == set(BASELINE_NAMES)
+    complete = store.study.get_trials(states=(TrialState.COMPLETE,))
+    assert all(CONSTRAINT in trial.constraints for trial in complete)

@@ -20,9 +20,10 @@ import pytest
 from scripted import MIB, Listener, ScriptedMeasurer
 
 from sac_search.api import SearchOptions, run_search
-from sac_search.study.baselines import BASELINE_NAMES
+from sac_search.study import sharing
+from sac_search.study.baselines import BASELINE_NAMES, FULL
 from sac_search.study.sampler import SamplerName
-from sac_search.study.sharing import claiming, joined, turn
+from sac_search.study.sharing import claiming, is_shared, joined, turn
 from sac_search.study.store import open_study
 
 BUDGET_GB = 160 * MIB / 2**30
@@ -120,6 +121,31 @@ def test_whoever_waits_is_told_and_a_killed_one_lets_go(tmp_path: Path) -> None:
         assert told == ["waits"]
 
 
+@pytest.mark.parametrize("take", [turn, claiming, joined])
+def test_a_process_that_was_forked_meanwhile_keeps_no_lock(tmp_path: Path, take: object) -> None:
+    with take(tmp_path):
+        child = os.fork()  # as a data loader does
+        if child == 0:
+            time.sleep(60)
+            os._exit(0)
+    told: list[str] = []
+    try:
+        with turn(tmp_path, lambda: told.append("waits")), joined(tmp_path) as alone:
+            assert alone.when_alone(lambda: None)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert told == []
+
+
+def test_a_search_that_runs_can_be_seen(tmp_path: Path) -> None:
+    assert not is_shared(tmp_path / "gpt")
+    with joined(tmp_path / "gpt"):
+        assert is_shared(tmp_path / "gpt")
+        assert not is_shared(tmp_path / "other")
+    assert not is_shared(tmp_path / "gpt")
+
+
 # --- searches -------------------------------------------------------------------------------------
 
 
@@ -184,3 +210,36 @@ def test_a_search_that_joins_says_so_and_leaves_the_others_trial_alone(tmp_path:
     state = store.study.get_trials()[others.number].state
     assert state is optuna.trial.TrialState.FAIL
     assert not alone.notes
+
+
+def test_where_files_have_no_locks_nobody_is_said_to_search_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sharing, "_lock", lambda *arguments, **keywords: False)
+    told = Listener()
+    options = SearchOptions(budget_gb=BUDGET_GB, root=tmp_path, trials=2)
+    run_search(ScriptedMeasurer(), "gpt", options, told)
+    assert not any("Another search" in note for note in told.notes)
+    assert not is_shared(tmp_path / "gpt")
+
+
+def test_a_baseline_that_a_killed_search_was_at_is_measured_all_the_same(tmp_path: Path) -> None:
+    options = SearchOptions(budget_gb=BUDGET_GB, root=tmp_path, trials=2)
+    folder = tmp_path / "gpt"
+
+    class Dying(ScriptedMeasurer):
+        def measure(self, policy: object) -> object:
+            os._exit(9)
+
+    child = multiprocessing.get_context("fork").Process(
+        target=run_search, args=(Dying(), "gpt", options, Listener())
+    )
+    child.start()
+    child.join()
+    running = open_study(folder).study.get_trials(states=(optuna.trial.TrialState.RUNNING,))
+    assert [trial.user_attrs["baseline"] for trial in running] == [FULL]
+
+    with joined(folder):  # so that nobody is alone, and the dead trial is taken for a running one
+        run_search(ScriptedMeasurer(), "gpt", options, Listener())
+    found = open_study(folder).candidates()
+    assert {c.name for c in found if c.is_baseline} == set(BASELINE_NAMES)

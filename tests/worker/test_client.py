@@ -18,11 +18,13 @@ import pytest
 
 from sac_search import errors
 from sac_search.failures import make_failure
+from sac_search.forecaster import ProfileRequest
 from sac_search.policy import COMPILE_ALONE, NO_CHECKPOINTING, Policy, Tier, checkpoint_layers
 from sac_search.records import FailureKind, Measurement, Outcome, Phase
+from sac_search.space import Granularity
 from sac_search.worker.client import WorkerClient
 from sac_search.worker.process import WorkerLost, WorkerProcess
-from sac_search.worker.session import SessionSettings, Verdict
+from sac_search.worker.session import ForecastPeak, SessionSettings, Verdict
 
 FULL = checkpoint_layers(["0", "1"])
 SAVE_MATMUL = checkpoint_layers(["0", "1"], Tier(ops=("aten.addmm.default",)))
@@ -89,7 +91,9 @@ def act(place):
 
 def loss_fn(model, x):
     print("step")
-    (HERE / "pid").write_text(str(os.getpid()))
+    pid, path = str(os.getpid()), HERE / "pid"
+    if not path.exists() or path.read_text() != pid:  # it may be killed at any moment
+        path.write_text(pid)
     return model(x).square().mean() * act("step")
 
 
@@ -452,9 +456,9 @@ def test_the_first_policy_that_runs_says_how_long_others_may_take(
     client.compare([FULL] * 3, steps=10)
     client.verify(FULL)
     assert client.asked == [
-        ("measure", None),
-        ("measure", None),
-        ("measure", 600.0),
+        ("run_steps", None),
+        ("run_steps", None),
+        ("run_steps", 600.0),
         ("compare", 6 * 600.0),
         ("verify", 2 * 600.0),
     ]
@@ -465,7 +469,24 @@ def test_short_steps_have_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     client = Scripted(MEASURED, MEASURED)
     client.measure(FULL)
     client.measure(FULL)
-    assert client.asked[1] == ("measure", 60.0)
+    assert client.asked[1] == ("run_steps", 60.0)
+
+
+def test_a_dry_run_is_no_part_of_a_trial() -> None:
+    client = Scripted(MEASURED, ForecastPeak(peak_bytes=7), trial_timeout_seconds=7.0)
+    client._load_seconds = 20.0
+    client._process = object()  # it lives on
+    assert client.measure(FULL).forecast_peak_bytes == 7
+    assert client.asked == [("run_steps", 7.0), ("forecast", 400.0)]
+
+
+def test_a_profile_gets_a_second_chance() -> None:
+    client = Scripted(lost(), None)
+    request = ProfileRequest(layers=(), granularity=Granularity.SITE)
+    assert client.profile(request) is None
+    assert [method for method, _ in client.asked] == ["profile", "profile"]
+    client = Scripted(lost(), lost())
+    assert client.profile(request) is None
 
 
 def test_a_limit_of_the_users_counts_from_the_first() -> None:
@@ -486,14 +507,14 @@ def lost() -> Exception:
 def test_policies_whose_comparison_was_lost_are_measured_one_by_one() -> None:
     client = Scripted(lost(), MEASURED, OUT_OF_MEMORY)
     assert client.compare([FULL, NO_CHECKPOINTING], steps=5) == [MEASURED, OUT_OF_MEMORY]
-    assert [method for method, _ in client.asked] == ["compare", "measure", "measure"]
+    assert [method for method, _ in client.asked] == ["compare", "run_steps", "run_steps"]
 
 
 def test_only_policies_that_diverged_in_a_comparison_are_measured_again() -> None:
     client = Scripted([MEASURED, DIVERGED, OUT_OF_MEMORY], MEASURED)
     policies: list[Policy] = [FULL, SAVE_MATMUL, NO_CHECKPOINTING]
     assert client.compare(policies, steps=5) == [MEASURED, MEASURED, OUT_OF_MEMORY]
-    assert [method for method, _ in client.asked] == ["compare", "measure"]
+    assert [method for method, _ in client.asked] == ["compare", "run_steps"]
 
 
 def test_a_policy_that_always_diverges_gets_two_chances() -> None:

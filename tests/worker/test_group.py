@@ -343,7 +343,11 @@ def test_whoever_does_not_know_the_job_is_not_let_in(
     silent = socket.create_connection(("127.0.0.1", int(port)))
     wrong = socket.create_connection(("127.0.0.1", int(port)))
     wrong.sendall(b'{"rank":1,"token":"guessed"}\n')
-    for stranger in (silent, wrong):
+    strangers = [silent, wrong]
+    for text in ('{"rank":1,"token":"\u00e9"}\n', f'{{"rank":7,"token":"{token}"}}\n', "x" * 2**16):
+        strangers.append(socket.create_connection(("127.0.0.1", int(port))))
+        strangers[-1].sendall(text.encode())
+    for stranger in strangers:
         with contextlib.suppress(ConnectionResetError):
             assert stranger.recv(1) == b""
         stranger.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -274,6 +275,27 @@ def test_measurements_and_comparisons() -> None:
     assert [o.measurement.steps for o in outcomes if o.measurement] == [3, 3]
 
 
+def peaks_with(batch: Any) -> set[int]:
+    """Returns the peaks that some measurements of one policy gave."""
+    workload = Workload(tiny.stack(), mean_square, batch)
+    session = Session(workload, SessionSettings(spec="here", steps=1), CPU)
+    notes = session.describe().notes
+    assert any("differ in size" in note for note in notes) == callable(batch)
+    verification = session.verify(FULL).verification
+    assert verification is not None and verification.bitwise
+    outcomes = [session.measure(FULL) for _ in range(3)]
+    return {o.measurement.allocated_bytes for o in outcomes if o.measurement is not None}
+
+
+def test_every_step_runs_on_the_largest_of_unlike_batches() -> None:
+    lengths = itertools.cycle((4, 64, 16))
+    found = peaks_with(lambda: tiny.tokens(2, next(lengths), tiny.HIDDEN))
+    gc.collect()
+    (expected,) = peaks_with(tiny.tokens(2, 64, tiny.HIDDEN))
+    # The batch that every step gets a copy of stays beside it.
+    assert found == {expected + 2 * 64 * tiny.HIDDEN * 4}
+
+
 def test_a_verification_is_against_no_checkpointing() -> None:
     verification = session_of().verify(FULL).verification
     assert verification is not None
@@ -477,7 +499,7 @@ def test_the_server_answers(write: Callable[..., SessionSettings]) -> None:
     server = _Server()
     settings = write("def workload(): return build()", steps=1)
     assert msgspec.json.decode(ask(server, "load", settings, 7).result) is True
-    reply = ask(server, "measure", FULL, 8)
+    reply = ask(server, "run_steps", FULL, 8)
     assert (reply.number, reply.error, reply.healthy) == (8, None, True)
     outcome = msgspec.json.decode(reply.result, type=Outcome)
     assert outcome.measurement is not None
@@ -496,7 +518,7 @@ def test_errors_of_ours_cross_the_pipe(write: Callable[..., SessionSettings]) ->
     assert error is not None
     assert error.type_name == "WorkloadError"
     assert "in workload" in error.user_traceback
-    error = ask(server, "measure", FULL).error
+    error = ask(server, "run_steps", FULL).error
     assert error is not None
     assert error.type_name == "WorkerError"
 
@@ -510,11 +532,11 @@ def test_errors_that_nobody_thought_of_replace_the_worker(
     def broken(session: Session, policy: Any) -> Outcome:
         raise KeyError("nobody thought of it")
 
-    monkeypatch.setattr(Session, "measure", broken)
-    reply = ask(server, "measure", FULL)
+    monkeypatch.setattr(Session, "run_steps", broken)
+    reply = ask(server, "run_steps", FULL)
     assert reply.error is not None
     assert reply.error.type_name == "WorkerError"
-    assert "the worker failed in measure: KeyError: 'nobody thought of it'" in reply.error.message
+    assert "the worker failed in run_steps: KeyError: 'nobody thought of it'" in reply.error.message
     assert not reply.healthy
 
 
@@ -522,7 +544,7 @@ def test_a_session_that_is_not_healthy_says_so(write: Callable[..., SessionSetti
     server = _Server()
     ask(server, "load", write("def workload(): return build()"))
     leak = torch.ones(5 * 2**20)
-    assert not ask(server, "measure", FULL).healthy
+    assert not ask(server, "run_steps", FULL).healthy
     del leak
 
 
