@@ -120,8 +120,14 @@ def verify_policy(
         noise=noise.worst_difference,
         tolerance=tolerance,
         buffers_differing=found.buffers_differing,
-        note=_note(passed, bitwise, first, found, noise)
-        + _eager_note(eager_difference, is_as_eager),
+        note=" ".join(
+            note
+            for note in (
+                _note(passed, bitwise, first, found, noise),
+                _eager_note(eager_difference, is_as_eager),
+            )
+            if note
+        ),
     )
 
 
@@ -398,8 +404,8 @@ def _eager_note(difference: _Difference | None, is_as_eager: bool) -> str:
         return ""
     off = difference.worst_difference
     if is_as_eager:
-        return f" Compiled code itself is within {off:.1e} of eager code."
+        return f"Compiled code itself is within {off:.1e} of eager code."
     return (
-        f" Compiled code itself, with no policy on it, is off by {off:.1e} from eager code, in "
+        f"Compiled code itself, with no policy on it, is off by {off:.1e} from eager code, in "
         f"{difference.worst_parameter}."
     )

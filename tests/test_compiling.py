@@ -385,7 +385,7 @@ def verify(policy: Policy, dropout: float = 0.0, reference: Policy = COMPILE_ALO
 def test_right_gradients_pass_and_compile_is_held_against_eager(policy: Policy) -> None:
     found = verify(policy)
     assert found.passed
-    assert "Compiled code itself is within" in found.note
+    assert found.note.startswith("Compiled code itself is within")
     assert cached_graphs() == 0
 
 
