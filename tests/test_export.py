@@ -643,6 +643,8 @@ def test_it_leaves_compiling_to_you_if_you_say_so(
     assert "_compiled_call_impl" not in vars(model)
     # Its context function can be traced whole, and so can the layers.
     loss_of(torch.compile(model, backend="aot_eager", fullgraph=True)(tokens())).backward()
+    assert model._compiled_call_impl is None
+    assert module.apply(model)._compiled_call_impl is not None  # unless you change your mind
     module.remove(model)
 
 

@@ -223,9 +223,14 @@ def _apply(model: torch.nn.Module, compile: bool) -> None:  # noqa: A002
         for module in model.modules()
         if hasattr(type(module), "_sac_checkpointed")
     }
-    wanted = {layer: (checkpoint_layer, found.context_fn) for layer, found in layers.items()}
-    if there == wanted and (there or model in _COMPILED):
-        return
+    if there != {layer: (checkpoint_layer, found.context_fn) for layer, found in layers.items()}:
+        _checkpoint(model, layers)
+    is_compiled = any(module in _COMPILED for module in model.modules())
+    if compile and COMPILE is not None and not is_compiled:
+        _compile(model, COMPILE)
+
+
+def _checkpoint(model: torch.nn.Module, layers: dict[torch.nn.Module, _Found]) -> None:
     _refuse_twice(model, layers)
     _refuse_compiled(layers)
     _warn_of_device(model)
@@ -238,8 +243,6 @@ def _apply(model: torch.nn.Module, compile: bool) -> None:  # noqa: A002
         for layer in done:
             restore_layer(layer)
         raise
-    if compile and COMPILE is not None:
-        _compile(model, COMPILE)
 
 
 def _compile(model: torch.nn.Module, arguments: dict[str, Any]) -> None:
@@ -438,7 +441,7 @@ def _warn_of_device(model: torch.nn.Module) -> None:
         if name != made_for["device_name"]:
             here = f"this is {name}"
     if here:
-        _warn(f"it was measured on {made_for['device_name']}, and {here}{_STILL_RIGHT}", 5)
+        _warn(f"it was measured on {made_for['device_name']}, and {here}{_STILL_RIGHT}", 6)
 
 
 def _warn(text: str, stacklevel: int) -> None:
