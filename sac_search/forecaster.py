@@ -88,6 +88,11 @@ class Forecaster:
         except CannotForecast as error:
             self.why_tracked = str(error)
             self.forecast(full)
+        except Exception as error:  # a fake form may be stricter than the op itself
+            first_line = str(error).partition("\n")[0]
+            error.__traceback__ = error.__context__ = error.__cause__ = None
+            self.why_tracked = f"under fake tensors it raises {type(error).__name__}: {first_line}"
+            self.forecast(full)
 
     def forecast(self, policy: Policy) -> Forecast:
         """Returns what a step under `policy` would need. Each policy is dry-run once.

@@ -14,7 +14,6 @@ step keeps elsewhere (a data loader's position, a scaler's scale) moves on.
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 import random
 from collections.abc import Callable, Iterator
@@ -36,7 +35,7 @@ from sac_search.policy import Policy
 from sac_search.ranks import ALONE, Peers, is_distributed, local_tensor
 from sac_search.records import Verification
 from sac_search.state import buffers_kept, random_states_kept
-from sac_search.workload import Workload
+from sac_search.workload import Workload, copied_batch
 
 # Differences that recomputation may cause by summing in another order, relative to the largest
 # value of a gradient. A wrong random stream or a stale tensor is off by far more.
@@ -170,12 +169,7 @@ class _ReplayedBatches:
         if self._position == len(self._drawn):
             self._drawn.append(self._draw())
         self._position += 1
-        batch = self._drawn[self._position - 1]
-        try:
-            # A step may take its batch apart, as in `labels = batch.pop("labels")`.
-            return copy.deepcopy(batch)
-        except Exception:
-            return batch
+        return copied_batch(self._drawn[self._position - 1])
 
     def rewind(self) -> None:
         self._position = 0

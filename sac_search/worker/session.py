@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -555,7 +556,9 @@ def _compile_settings(model: torch.nn.Module, options: CompileOptions | None) ->
 
 def _precision_settings() -> str:
     try:
-        parts = [torch.get_float32_matmul_precision()]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch 2.9 warns of the older setting
+            parts = [torch.get_float32_matmul_precision()]
     except RuntimeError:  # the workload set the newer settings per backend, which exclude this one
         parts = [torch.backends.cuda.matmul.fp32_precision]
     if torch.are_deterministic_algorithms_enabled():

@@ -16,6 +16,7 @@ import pytest
 import tiny
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from sac_search import device as devices
 from sac_search import measure, records
@@ -373,6 +374,7 @@ def routed_session(loss_fn: Loss | None = None) -> Session:
     return Session(workload, SessionSettings(spec="here", steps=2), CPU, "hash")
 
 
+@pytest.mark.skipif(tiny.RELEASE < (2, 12), reason="nonzero() stays fake there")
 def test_a_step_that_fake_tensors_cannot_run_is_forecast_by_running_it() -> None:
     session = routed_session()
     (note,) = session.describe().notes
@@ -385,6 +387,21 @@ def test_a_step_that_fake_tensors_cannot_run_is_forecast_by_running_it() -> None
         assert outcome.forecast_peak_bytes == pytest.approx(measured_bytes, rel=0.002)
 
 
+def test_a_step_whose_ops_are_stricter_with_fake_tensors_is_forecast_by_running_it() -> None:
+    def strict(model: nn.Module, x: Tensor) -> Tensor:
+        if isinstance(x, FakeTensor):
+            raise RuntimeError("Expected inputs of BF16\nand so on")
+        return mean_square(model, x)
+
+    session = session_of(strict)
+    (note,) = session.describe().notes
+    assert "under fake tensors it raises RuntimeError: Expected inputs of BF16)" in note
+    outcome = session.measure(FULL)
+    assert outcome.measurement is not None
+    assert outcome.forecast_peak_bytes == outcome.measurement.allocated_bytes
+
+
+@pytest.mark.skipif(tiny.RELEASE < (2, 12), reason="nonzero() stays fake there")
 def test_a_step_that_does_not_fit_plain_is_profiled_layer_by_layer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
