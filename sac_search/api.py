@@ -21,7 +21,7 @@ from sac_search.distributed import (
 )
 from sac_search.errors import UsageError
 from sac_search.fingerprint import fingerprint_of
-from sac_search.options import Listener, SearchOptions
+from sac_search.options import Compile, Listener, SearchOptions
 from sac_search.pipeline import run_forecast, run_search, study_folder
 from sac_search.rates import default_rates, find_rates
 from sac_search.recipe import parse_recipe
@@ -153,6 +153,11 @@ def forecast_spec(
     """Forecasts the workload that `spec` names, in a worker process."""
     refuse_ranks_apart()
     refuse_forecast_of_ranks()
+    if options.compile is not Compile.OFF:
+        raise UsageError(
+            "what torch.compile does to a step cannot be forecast, only measured; leave --compile "
+            "out, or --forecast (and without an accelerator say --device cpu)"
+        )
     rates = default_rates(options.budget_bytes) if device is None else find_rates(device)
     name, folder = _name_and_folder(spec, options)
     settings = session_settings(spec, options, forecast_device=rates.name)
@@ -173,6 +178,7 @@ def session_settings(
         threads=options.threads,
         steps=options.steps,
         forecast_device=forecast_device,
+        compile=options.compile_options,
     )
 
 
@@ -265,6 +271,7 @@ def _options(budget_gb: float, options: dict[str, Any]) -> SearchOptions:
         "granularity": Granularity,
         "clock": Clock,
         "isolate": Isolation,
+        "compile": Compile,
         "root": Path,
     }
     for name, convert in enums.items():

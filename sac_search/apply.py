@@ -28,7 +28,7 @@ from sac_search.policy_runtime import (
 class PolicyModule(Protocol):
     """An exported policy module, as far as it is needed to try it."""
 
-    def apply(self, model: torch.nn.Module) -> Any:
+    def apply(self, model: torch.nn.Module) -> Any:  # and `compile`, of those that are compiled
         """Checkpoints the policy's layers."""
 
     def remove(self, model: torch.nn.Module) -> Any:
@@ -40,7 +40,19 @@ def apply_policy(model: torch.nn.Module, policy: Policy) -> None:
 
     Raises:
         UsageError: the model lacks some of the layers, or one of them is checkpointed already or
-            cannot be; then nothing is changed.
+            cannot be, or the policy is for a compiled model (see `compiling`); then nothing is
+            changed.
+    """
+    if policy.compiled is not None:
+        raise UsageError("this policy is for a compiled model, and nothing compiles it here")
+    apply_layers(model, policy)
+
+
+def apply_layers(model: torch.nn.Module, policy: Policy) -> None:
+    """Makes the policy's layers run under checkpointing, whether the model is compiled or not.
+
+    Raises:
+        UsageError: as `apply_policy`, save that it may be for a compiled model.
     """
     modules = dict(model.named_modules())
     missing = [name for name in policy.layer_names if name not in modules]
@@ -50,7 +62,12 @@ def apply_policy(model: torch.nn.Module, policy: Policy) -> None:
             + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
             + "; the policy was made for another model, or the model is wrapped"
         )
-    context_fns = [context_fn_for(tier) for tier in policy.tiers]
+    for choice in policy.layers:
+        inside = compiled_inside(modules[choice.name])
+        if inside is not None and not policy.tiers[choice.tier].saves_nothing:
+            raise UsageError(f"{choice.name} {_HOLDS_COMPILED.format(inside)}")
+    prefer = None if policy.compiled is None else policy.compiled.prefer
+    context_fns = [context_fn_for(tier, prefer) for tier in policy.tiers]
     done: list[torch.nn.Module] = []
     try:
         for choice in policy.layers:
@@ -119,11 +136,35 @@ def load_policy_module(path: Path) -> PolicyModule:
     return loaded
 
 
-def context_fn_for(tier: Tier) -> Callable[[], Any] | None:
-    """Returns the tier's `context_fn`, or None where plain checkpointing does the same."""
+def compiled_inside(layer: torch.nn.Module) -> str | None:
+    """Returns what is compiled inside a layer, `mlp` or the layer's whole content; None if nothing.
+
+    A policy around compiled code sees none of its ops, or all of them as one.
+    """
+    for name, module in layer.named_modules():
+        if "_orig_mod" in module._modules:  # torch.compile(module)
+            return str(name) or "all of it"
+        if name and vars(module).get("_compiled_call_impl") is not None:  # module.compile()
+            return str(name)
+    return None
+
+
+_HOLDS_COMPILED = (
+    "holds compiled code ({}), whose ops no policy around it can tell apart: compile around the "
+    "layers instead (the policy first, then torch.compile(model)), or recompute all of it"
+)
+
+
+@functools.lru_cache(maxsize=1024)
+def context_fn_for(tier: Tier, prefer: bool | None = None) -> Callable[[], Any] | None:
+    """Returns the tier's `context_fn`, or None where plain checkpointing does the same.
+
+    Always the very same one, so that a compiled model whose policy is taken off and put on again
+    finds what was compiled before. `prefer` is that of a `SaveSet`.
+    """
     if tier.is_plain:
         return None
-    save_set = SaveSet(tier.ops, save_random=tier.save_random)
+    save_set = SaveSet(tier.ops, save_random=tier.save_random, prefer=prefer)
     if tier.every_second_matmul:
         return functools.partial(_alternating_contexts, save_set)
     return functools.partial(tier_contexts, save_set)

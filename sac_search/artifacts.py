@@ -15,7 +15,7 @@ from sac_search.errors import StudyFileError, UsageError
 from sac_search.export import render_module, write_whole
 from sac_search.records import Evidence
 from sac_search.report import rows
-from sac_search.study.baselines import BASELINE_NAMES, FULL
+from sac_search.study.baselines import BASELINE_NAMES, COMPILED_NAMES, FULL
 from sac_search.study.candidate import Candidate
 from sac_search.study.finish import Winner, known_candidates, stored_winner
 from sac_search.study.result import SearchResult, find_candidate, floor_of, to_document
@@ -47,12 +47,13 @@ def make_result(
         rejected=winner.rejected,
         notes=notes,
         interrupted=interrupted,
+        compile_options=store.compile_options,
     )
 
 
 def _reading_order(candidate: Candidate) -> int:
-    known = candidate.name in BASELINE_NAMES
-    return BASELINE_NAMES.index(candidate.name) if known else len(BASELINE_NAMES)
+    names = (*BASELINE_NAMES, *COMPILED_NAMES)
+    return names.index(candidate.name) if candidate.name in names else len(names)
 
 
 def load_result(folder: Path) -> SearchResult:
@@ -106,7 +107,13 @@ def render_policy(result: SearchResult, module_name: str = "policy") -> str:
     ]
     try:
         return render_module(
-            result.best.policy, meta=meta, headline=headline, module_name=module_name
+            result.best.policy,
+            meta=meta,
+            headline=headline,
+            module_name=module_name,
+            compile_arguments=(
+                result.compile_options.arguments() if result.compile_options is not None else None
+            ),
         )
     except ValueError as error:
         raise StudyFileError(
@@ -134,7 +141,7 @@ def no_fit_message(result: SearchResult) -> str:
         f"{smallest.name} ({smallest.policy.describe()}); its peak is in the phase: "
         f"{smallest.measurement.peak_phase}.",
     ]
-    if result.floor_bytes is not None:
+    if result.floor_bytes is not None and result.compile_options is None:
         lines.append(
             f"No checkpointing policy can go under {units.format_gib(result.floor_bytes)}: "
             "parameters, gradients, optimizer state and its temporaries, and the loss."

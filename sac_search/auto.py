@@ -144,7 +144,7 @@ def auto_checkpoint(
     devices.free_cached_memory(device)
     if result.interrupted:
         raise KeyboardInterrupt  # what was measured is kept in the cache, and goes on next time
-    if result.policy.layers:
+    if not result.policy.changes_nothing:
         apply_policy(workload.bare_model, result.policy)
     return AppliedPolicy(policy=result.policy, result=result, from_cache=from_cache)
 

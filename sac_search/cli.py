@@ -36,7 +36,7 @@ from sac_search.arguments import (
 from sac_search.errors import SacSearchError, StudyError, UsageError, WorkloadError
 from sac_search.export import require_writable, write_whole
 from sac_search.frontier import find_frontier
-from sac_search.options import SearchOptions
+from sac_search.options import Compile, SearchOptions
 from sac_search.report import rows, terminal
 from sac_search.space import Granularity, LayerChoiceMode
 from sac_search.study.result import SearchResult, to_document
@@ -90,6 +90,20 @@ def search(
     ] = None,
     device: Device = None,
     layers: Layers = None,
+    compiling: Annotated[
+        Compile,
+        Parameter(
+            name="--compile",
+            help="off: eager. on: compiled, by torch.compile. search: whatever is fastest.",
+        ),
+    ] = Compile.OFF,
+    compile_backend: Annotated[str, Parameter(help="Of torch.compile.")] = "inductor",
+    compile_mode: Annotated[
+        str | None, Parameter(help="Of the backend, as max-autotune; by default its own.")
+    ] = None,
+    compile_dynamic: Annotated[
+        bool | None, Parameter(help="Whether sizes are symbols; by default as torch finds out.")
+    ] = None,
     layer_choice: Annotated[
         LayerChoiceMode,
         Parameter(help="count: how many layers of each kind. each: a decision per layer."),
@@ -150,6 +164,10 @@ def search(
         clock=clock,
         threads=threads,
         steps=steps,
+        compile=compiling,
+        compile_backend=compile_backend,
+        compile_mode=compile_mode,
+        compile_dynamic=compile_dynamic,
     )
     progress = terminal.SearchProgress(
         Console(stderr=json_output), quiet=quiet or json_output, verbose=verbose

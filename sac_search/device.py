@@ -393,6 +393,23 @@ def _add_storage(
 # --- phases ---------------------------------------------------------------------------------------
 
 
+class MarkedForward:
+    """A compiled model's forward, which marks its phases by itself: hooks would be compiled too."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self._forward = forward
+        self.calls = 0
+        """How often it ran."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns what the forward returns."""
+        self.calls += 1
+        mark_phase(Phase.FORWARD)
+        output = self._forward(*args, **kwargs)
+        mark_phase(Phase.LOSS)
+        return output
+
+
 @contextlib.contextmanager
 def phases_marked(model: torch.nn.Module) -> Iterator[None]:
     """Calls `mark_phase` as the steps of `model` go from phase to phase, inside the block."""
@@ -407,11 +424,12 @@ def phases_marked(model: torch.nn.Module) -> Iterator[None]:
     def on_optimizer(optimizer: Any, args: Any, kwargs: Any) -> None:
         mark_phase(Phase.OPTIMIZER)
 
-    removers = [
-        model.register_forward_pre_hook(lambda module, args: mark_phase(Phase.FORWARD)),
-        model.register_forward_hook(lambda module, args, output: mark_phase(Phase.LOSS)),
-        register_optimizer_step_pre_hook(on_optimizer),
-    ]
+    removers = [register_optimizer_step_pre_hook(on_optimizer)]
+    if not isinstance(vars(model).get("_compiled_call_impl"), MarkedForward):
+        removers += [
+            model.register_forward_pre_hook(lambda module, args: mark_phase(Phase.FORWARD)),
+            model.register_forward_hook(lambda module, args, output: mark_phase(Phase.LOSS)),
+        ]
     torch.autograd.backward = backward
     try:
         yield

@@ -39,6 +39,9 @@ _ADVICE = {
     ),
 }
 
+# What a policy may well do, and another not.
+OF_MEMORY = frozenset({FailureKind.OUT_OF_MEMORY, FailureKind.HOST_OUT_OF_MEMORY})
+
 # Texts of torch 2.9 to 2.13, whole enough that no program's own message looks like them.
 _PATTERNS = (
     (FailureKind.MUTATED_SAVED_TENSOR, r"selective activation checkpoint has been mutated"),

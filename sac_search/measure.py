@@ -2,7 +2,9 @@
 
 Steps of a reference policy run in turn with those of the policy that is measured, so that a slow
 drift of the machine falls on both and cancels in their ratio. Where the step is that of several
-ranks, all of them run the same steps, and start each at the same time.
+ranks, all of them run the same steps, and start each at the same time. Compiled policies first run
+until nothing is compiled any more; what that takes is told apart, and a step in which something is
+compiled all the same is never counted.
 """
 
 from __future__ import annotations
@@ -11,11 +13,12 @@ import contextlib
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
-from sac_search.apply import PolicyModule, applied
+from sac_search.apply import PolicyModule
+from sac_search.compiling import CompileOptions, Compiler, compiled_by
 from sac_search.device import (
     Clock,
     PeakReading,
@@ -32,6 +35,10 @@ from sac_search.workload import Workload
 
 # Above this a step is long enough for its own noise to average out, and three steps are enough.
 _LONG_STEP_SECONDS = 4.0
+# A first step compiles, a second one may do so once more, where sizes turn out to change.
+_MOST_WARM_UPS = 4
+# So often a timed step is tried in which something is compiled.
+_MOST_RECOMPILED = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +55,13 @@ class StepMeter:
     """Timed steps of each policy."""
     peers: Peers = ALONE
     """The ranks whose steps these are."""
+    compiler: Compiler = None  # type: ignore[assignment]
+    """Applies policies, and compiles the model where they say so; one of its own by default."""
+
+    def __post_init__(self) -> None:
+        if self.compiler is None:
+            own = Compiler(self.workload.bare_model, CompileOptions())
+            object.__setattr__(self, "compiler", own)
 
     def measure(self, policy: Policy | PolicyModule, reference: Policy) -> Outcome:
         """Returns the peak and the step time of `policy`.
@@ -62,19 +76,27 @@ class StepMeter:
         """Returns an outcome per policy, their timed steps interleaved.
 
         With several ranks, a failure on this one is that of all policies: further steps would not
-        meet those that the others are in.
+        meet those that the others are in. Nothing that was compiled is left afterwards.
         """
+        try:
+            return self._compare(policies, reference, steps)
+        finally:
+            self.compiler.forget()
+
+    def _compare(
+        self, policies: Sequence[Policy | PolicyModule], reference: Policy, steps: int
+    ) -> list[Outcome]:
         outcomes: dict[int, Outcome] = {}
         readings: dict[int, PeakReading] = {}
+        timings = _Timings()
         for index, policy in enumerate(policies):
             try:
-                readings[index] = self._read_peak(policy)
+                readings[index] = self._read_peak(policy, timings.compiling(index))
             except Exception as error:
                 outcomes[index] = self._failed(error)
                 if self.peers.size > 1:
                     return [outcomes[index]] * len(policies)
         running = {index: policies[index] for index in readings}
-        timings = _Timings()
         for _ in range(steps):
             if not running or self.peers.any(timings.is_long()):
                 break
@@ -89,14 +111,31 @@ class StepMeter:
 
     def run_untimed_step(self, policy: Policy | PolicyModule) -> float:
         """Runs one step under `policy`, which makes the optimizer's state. Returns the loss."""
-        with applied(self.workload.bare_model, policy):
+        with self.compiler.applied(policy):
             loss = float(self.workload.run_step())
         free_cached_memory(self.device)
         return loss
 
-    def _read_peak(self, policy: Policy | PolicyModule) -> PeakReading:
-        with applied(self.workload.bare_model, policy), phases_marked(self.workload.model):
+    def _read_peak(self, policy: Policy | PolicyModule, compiling: _Compiling) -> PeakReading:
+        with self.compiler.applied(policy), phases_marked(self.workload.model):
+            if compiled_by(policy) is not None:
+                compiling.seconds = self._warm_up()
             return read_peak(self._run_step, self.workload.drop_gradients, self.device)
+
+    def _warm_up(self) -> float:
+        """Runs steps until nothing is compiled any more. Returns the seconds of compiling."""
+        before = self.compiler.graphs
+        seconds: list[float] = []
+        is_compiling = True
+        while is_compiling and len(seconds) < _MOST_WARM_UPS:
+            graphs = self.compiler.graphs
+            seconds.append(time_call(self._run_step, self.device, Clock.WALL))
+            is_compiling = self.peers.any(self.compiler.graphs > graphs)
+        if self.compiler.graphs == before:
+            raise CompilesNothing(
+                "torch.compile compiles nothing of the model; TORCH_LOGS=graph_breaks says why"
+            )
+        return sum(seconds) - len(seconds) * min(seconds)
 
     def _run_step(self) -> float:
         loss = float(self.workload.run_step())
@@ -116,7 +155,7 @@ class StepMeter:
         timings.reference_seconds.append(reference_seconds)
         for index, policy in running.items():
             try:
-                seconds, loss = self._time_step(policy)
+                seconds, loss = self._time_compiled_step(policy, timings.compiling(index))
             except Exception as error:
                 errors[index] = error
                 if self.peers.size > 1:
@@ -125,9 +164,26 @@ class StepMeter:
             timings.add(index, seconds, loss)
         return errors
 
+    def _time_compiled_step(
+        self, policy: Policy | PolicyModule, compiling: _Compiling
+    ) -> tuple[float, float]:
+        """Times a step in which nothing is compiled; for eager policies, any."""
+        if compiled_by(policy) is None:
+            return self._time_step(policy)
+        for _ in range(_MOST_RECOMPILED):
+            graphs = self.compiler.graphs
+            found = self._time_step(policy)
+            if not self.peers.any(self.compiler.graphs > graphs):
+                return found
+            compiling.reasons[self.compiler.recompile_reason()] = None
+        raise RecompilesAlways(
+            f"every step compiles something anew: {'; '.join(compiling.reasons)}. Give the batches "
+            "one shape, or compile with dynamic shapes (--compile-dynamic)"
+        )
+
     def _time_step(self, policy: Policy | PolicyModule) -> tuple[float, float]:
         losses: list[torch.Tensor] = []
-        with applied(self.workload.bare_model, policy):
+        with self.compiler.applied(policy):
             self.peers.any()  # else a rank that is early would count its waiting as its step
             seconds = time_call(
                 lambda: losses.append(self.workload.run_step()), self.device, self.clock
@@ -150,10 +206,28 @@ class StepMeter:
         return Outcome(failure=failure)
 
 
+class CompilesNothing(Exception):
+    """The model runs eagerly all the same."""
+
+
+class RecompilesAlways(Exception):
+    """No step of a compiled policy could be timed without compiling something."""
+
+
+@dataclass(slots=True)
+class _Compiling:
+    """What compiling one policy took."""
+
+    seconds: float | None = None
+    reasons: dict[str, None] = field(default_factory=dict)
+    """Why there was more to compile while steps were timed, each reason once."""
+
+
 class _Timings:
     """The seconds of every timed step, and their medians."""
 
     def __init__(self) -> None:
+        self._compiling: dict[int, _Compiling] = {}
         self.reference_seconds: list[float] = []
         self._seconds: dict[int, list[float]] = {}
         self._losses: dict[int, float] = {}
@@ -161,6 +235,9 @@ class _Timings:
     def add(self, index: int, seconds: float, loss: float) -> None:
         self._seconds.setdefault(index, []).append(seconds)
         self._losses[index] = loss
+
+    def compiling(self, index: int) -> _Compiling:
+        return self._compiling.setdefault(index, _Compiling())
 
     def is_long(self) -> bool:
         rounds = len(self.reference_seconds)
@@ -183,6 +260,8 @@ class _Timings:
             steps=len(seconds),
             loss=self._losses[index],
             alloc_retries=reading.alloc_retries,
+            compile_seconds=self.compiling(index).seconds,
+            recompiles=tuple(self.compiling(index).reasons),
         )
 
 

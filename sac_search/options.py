@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from sac_search import units
+from sac_search.compiling import CompileOptions
 from sac_search.device import Clock
 from sac_search.errors import UsageError
-from sac_search.space import Granularity, LayerChoiceMode
+from sac_search.space import EAGER_ONLY, Granularity, LayerChoiceMode, RunMode
 from sac_search.study.candidate import Candidate
 from sac_search.study.sampler import SamplerName
 from sac_search.worker.client import Isolation
@@ -31,6 +33,20 @@ class Listener(Protocol):
 
     def on_candidate(self, candidate: Candidate, trials_done: int, budget_bytes: int) -> None:
         """A policy was measured."""
+
+
+class Compile(enum.StrEnum):
+    """Whether the model is compiled."""
+
+    OFF = "off"
+    """Never."""
+    ON = "on"
+    """Always: under a policy, under torch's own memory budget, or under neither."""
+    SEARCH = "search"
+    """As is fastest: those, and eager policies."""
+
+
+_COMPILED_MODES = (RunMode.COMPILE, RunMode.PREFER, RunMode.BUDGET)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +91,14 @@ class SearchOptions:
     """CPU threads of torch; one for processor time when None."""
     steps: int = 5
     """Timed steps per trial; twice as many when the best are measured again side by side."""
+    compile: Compile = Compile.OFF
+    """Whether the model is compiled."""
+    compile_backend: str = "inductor"
+    """The backend of `torch.compile`."""
+    compile_mode: str | None = None
+    """Its mode, such as `max-autotune`; the backend's default when None."""
+    compile_dynamic: bool | None = None
+    """Whether sizes are symbols from the start; torch finds out by itself when None."""
 
     def __post_init__(self) -> None:
         if not 0 < self.budget_gb <= LARGEST_BUDGET_GB:
@@ -91,6 +115,12 @@ class SearchOptions:
                 )
         if self.tiers not in (1, 2):
             raise UsageError(f"tiers is {self.tiers}; it must be 1 or 2")
+        given = (self.compile_backend, self.compile_mode, self.compile_dynamic)
+        if self.compile is Compile.OFF and given != ("inductor", None, None):
+            raise UsageError(
+                "a backend, a mode or dynamic shapes of torch.compile are given, but nothing is "
+                "compiled; add --compile on or --compile search"
+            )
         for name in ("timeout_seconds", "trial_timeout_seconds"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
@@ -100,3 +130,19 @@ class SearchOptions:
     def budget_bytes(self) -> int:
         """The budget in bytes."""
         return units.gib_to_bytes(self.budget_gb)
+
+    @property
+    def run_modes(self) -> tuple[RunMode, ...]:
+        """How the model may run."""
+        if self.compile is Compile.OFF:
+            return EAGER_ONLY
+        return _COMPILED_MODES if self.compile is Compile.ON else (*EAGER_ONLY, *_COMPILED_MODES)
+
+    @property
+    def compile_options(self) -> CompileOptions | None:
+        """How what is compiled is compiled; None where nothing is."""
+        if self.compile is Compile.OFF:
+            return None
+        return CompileOptions(
+            backend=self.compile_backend, mode=self.compile_mode, dynamic=self.compile_dynamic
+        )

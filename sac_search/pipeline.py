@@ -12,15 +12,23 @@ from pathlib import Path
 from sac_search import interrupts, units
 from sac_search.artifacts import make_result, no_fit_message, write_files
 from sac_search.errors import NoPolicyFits, StudyError, StudyNotFound, WorkloadError
-from sac_search.options import Listener, SearchOptions
+from sac_search.failures import OF_MEMORY
+from sac_search.options import Compile, Listener, SearchOptions
 from sac_search.records import Evidence, Failure, FailureKind
-from sac_search.space import build_space
+from sac_search.space import EAGER_ONLY, build_space
 from sac_search.study.baselines import FULL, NONE
 from sac_search.study.candidate import Candidate, rank
-from sac_search.study.finish import Winner, choose_winner, confirm, with_confirmed_figures
+from sac_search.study.finish import (
+    Winner,
+    choose_winner,
+    confirm,
+    known_as_wrong,
+    with_confirmed_figures,
+)
 from sac_search.study.forecasting import ForecastStudy
 from sac_search.study.measurer import Measurer
 from sac_search.study.result import SearchResult, find_candidate, floor_of
+from sac_search.study.running import compile_failure
 from sac_search.study.search import Search, SearchSettings
 from sac_search.study.sharing import Membership, claiming, joined, turn
 from sac_search.study.store import (
@@ -37,13 +45,13 @@ from sac_search.worker.session import Description, Verdict
 
 # Baselines that fail in the same way, after which the workload is at fault.
 _MOST_ALIKE_FAILURES = 3
-# What a policy may well do, and another not.
-_OF_POLICIES = (FailureKind.OUT_OF_MEMORY, FailureKind.HOST_OUT_OF_MEMORY)
 # What a policy function may well do, and plain checkpointing not.
-_OF_POLICY_FUNCTIONS = (
-    FailureKind.RECOMPUTE_MISMATCH,
-    FailureKind.MUTATED_SAVED_TENSOR,
-    FailureKind.NOT_IN_STORAGE,
+_OF_POLICY_FUNCTIONS = frozenset(
+    {
+        FailureKind.RECOMPUTE_MISMATCH,
+        FailureKind.MUTATED_SAVED_TENSOR,
+        FailureKind.NOT_IN_STORAGE,
+    }
 )
 
 
@@ -160,9 +168,17 @@ class _Stages:
 
     def _search_of(self, store: StudyStore) -> Search:
         options = self.options
+        if options.compile_options is not None:
+            store.write("compile_options", options.compile_options)
         if not options.fresh:
             adopt_trace(store, options.root)
-        space = build_space(store.layers, options.layer_choice, options.granularity, options.tiers)
+        space = build_space(
+            store.layers,
+            options.layer_choice,
+            options.granularity,
+            options.tiers,
+            options.run_modes,
+        )
         if not options.fresh:
             for other in start_from_others(store, options.root, space.decisions):
                 self.listener.on_note(
@@ -191,15 +207,29 @@ class _Stages:
             self.listener.on_phase("baselines", total=self.options.trials)
             first = search.measure_first()
             none = first.get(NONE)
-            if none is not None and none.fits(search.store.budget_bytes):
+            is_eager = self.options.run_modes == EAGER_ONLY  # else there is more than memory to win
+            if is_eager and none is not None and none.fits(search.store.budget_bytes):
                 return "the step fits without checkpointing"
             _refuse_failing_ends(first.values())
             floor_bytes = floor_of(first.get(FULL), search.store.layers)
-            if floor_bytes is not None and floor_bytes > search.store.budget_bytes:
+            if is_eager and floor_bytes is not None and floor_bytes > search.store.budget_bytes:
                 return "the budget is under the floor"
             self.listener.on_phase("search")
             search.measure_baselines(until=_refuse_failures_alike)
+            self._refuse_to_compile(search)
         return search.run_trials()
+
+    def _refuse_to_compile(self, search: Search) -> None:
+        failed = compile_failure(search.store.candidates())
+        if failed is None:
+            return
+        assert failed.failure is not None
+        if self.options.compile is Compile.ON:
+            raise _failing(failed.failure, "the step does not run compiled")
+        self.listener.on_note(
+            "The step does not run compiled, so only eager policies are searched: "
+            f"{failed.failure.message}"
+        )
 
     def _finished(self, store: StudyStore, reason: str, *, interrupted: bool) -> SearchResult:
         with _turn(self.folder, self.listener):
@@ -212,13 +242,17 @@ class _Stages:
     def _winner(self, store: StudyStore, interrupted: bool) -> Winner:
         candidates = store.candidates()
         none = find_candidate(candidates, NONE)
-        if none is not None and none.fits(store.budget_bytes):
+        is_eager = self.options.run_modes == EAGER_ONLY
+        wrong = known_as_wrong(store, rank(candidates, store.budget_bytes))
+        if is_eager and none is not None and none.fits(store.budget_bytes):
             ranked = [none]
         elif interrupted:
             ranked = rank(with_confirmed_figures(store, candidates), store.budget_bytes)
         else:
             self.listener.on_phase("confirm")
-            ranked = confirm(store, self.measurer, candidates, steps=2 * self.options.steps)
+            sound = [candidate for candidate in candidates if candidate not in wrong]
+            steps = 2 * self.options.steps
+            ranked = [*wrong, *confirm(store, self.measurer, sound, steps=steps)]
         self.listener.on_phase("verify")
 
         def on_verdict(candidate: Candidate, verdict: Verdict) -> None:
@@ -259,7 +293,7 @@ def _described(measurer: Measurer, options: SearchOptions, listener: Listener) -
 
 def _refuse_failing_ends(candidates: Iterable[Candidate]) -> None:
     failures = [c.failure for c in candidates]
-    others = [f for f in failures if f is not None and f.kind not in _OF_POLICIES]
+    others = [f for f in failures if f is not None and f.kind not in OF_MEMORY]
     if None not in failures and others:
         raise _failing(others[0], "neither the step without checkpointing nor the one with runs")
 
@@ -269,7 +303,7 @@ def _refuse_failures_alike(baselines: Iterable[Candidate]) -> None:
     failures = [c.failure for c in tried if c.failure is not None]
     # Where layers can be checkpointed, what a policy function cannot do leaves those policies.
     runs_checkpointed = any(c.measurement is not None and c.policy.layers for c in tried)
-    of_policies = _OF_POLICIES + (_OF_POLICY_FUNCTIONS if runs_checkpointed else ())
+    of_policies = OF_MEMORY | (_OF_POLICY_FUNCTIONS if runs_checkpointed else frozenset())
     counts = collections.Counter(f.kind for f in failures if f.kind not in of_policies)
     for kind, count in counts.most_common(1):
         if count >= _MOST_ALIKE_FAILURES:

@@ -1,4 +1,4 @@
-"""A policy: for every layer, left alone or checkpointed under a tier. Pure data.
+"""A policy: for every layer, left alone or checkpointed under a tier; compiled or not. Pure data.
 
 Frozen and hashable; policies that run the same way have the same key, however they are written.
 """
@@ -8,8 +8,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from sac_search import records
+
+# A release that does not know what is compiled would run it eagerly, so it must not read it.
+COMPILED_SCHEMA_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,22 +58,42 @@ class LayerChoice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Compiled:
+    """How a policy's model is compiled, beside what holds for all compiled policies of a search."""
+
+    memory_budget: float = 1.0
+    """torch's `activation_memory_budget`: the part of the saved activations that its partitioner
+    may keep, by its own estimate. 1 leaves the choice to compile's default."""
+    prefer: bool = False
+    """Gives what the tiers say as preferences (PREFER_SAVE), which the partitioner may override."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.memory_budget <= 1:
+            raise ValueError(f"the memory budget is {self.memory_budget}; it is a part, 0 to 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """Which layers are checkpointed, and what each of them saves."""
+    """Which layers are checkpointed, what each of them saves, and whether the model is compiled."""
 
     tiers: tuple[Tier, ...] = ()
     """One or two save sets."""
     layers: tuple[LayerChoice, ...] = ()
     """The checkpointed layers, in the order in which they run."""
     schema_version: int = records.SCHEMA_VERSION
-    """The version of this format."""
+    """The version of this format: a newer one for what is compiled, whatever is given."""
+    compiled: Compiled | None = None
+    """How the model is compiled; None runs it eagerly."""
 
     def __post_init__(self) -> None:
-        if self.schema_version > records.SCHEMA_VERSION:
+        newest = records.SCHEMA_VERSION if self.compiled is None else COMPILED_SCHEMA_VERSION
+        if self.schema_version > newest:
             raise ValueError(
                 f"this policy has schema version {self.schema_version}, written by a newer "
-                f"sac-search; this one reads up to {records.SCHEMA_VERSION}"
+                f"sac-search; this one reads up to {newest}"
             )
+        if self.compiled is not None:
+            object.__setattr__(self, "schema_version", COMPILED_SCHEMA_VERSION)
         names = [choice.name for choice in self.layers]
         if len(set(names)) != len(names):
             raise ValueError("a layer is listed twice in the policy")
@@ -79,16 +103,32 @@ class Policy:
     @property
     def key(self) -> str:
         """A short hash, equal for policies that run the same way."""
-        used = [
+        used: list[tuple[object, ...]] = [
             (choice.name, _tier_key(self.tiers[choice.tier]))
             for choice in sorted(self.layers, key=lambda choice: choice.name)
         ]
+        if self.compiled is not None:
+            saves = any(not self.tiers[choice.tier].saves_nothing for choice in self.layers)
+            prefers = self.compiled.prefer and saves
+            used.append(("compiled", round(self.compiled.memory_budget, 6), prefers))
         return hashlib.sha256(records.encode(used)).hexdigest()[:16]
 
     @property
     def layer_names(self) -> tuple[str, ...]:
         """FQNs of the checkpointed layers."""
         return tuple(choice.name for choice in self.layers)
+
+    @property
+    def changes_nothing(self) -> bool:
+        """Whether the step is the plain one: eager, and without checkpointing."""
+        return not self.layers and self.compiled is None
+
+    @property
+    def eager(self) -> Policy:
+        """The same layers and tiers, run eagerly."""
+        if self.compiled is None:
+            return self
+        return Policy(tiers=self.tiers, layers=self.layers)
 
     @property
     def exportable(self) -> bool:
@@ -104,10 +144,26 @@ class Policy:
     def complexity(self) -> int:
         """How much there is to read: of two policies equally good, the simpler one wins."""
         used = {choice.tier for choice in self.layers}
-        return sum(1 + len(self.tiers[tier].ops) for tier in used) + bool(self.layers)
+        parts = sum(1 + len(self.tiers[tier].ops) for tier in used) + bool(self.layers)
+        if self.compiled is None:
+            return parts
+        return parts + 1 + (self.compiled.memory_budget < 1) + self.compiled.prefer
 
     def describe(self) -> str:
         """Returns the policy in a few words: `7 layers: save matmul, attention`."""
+        what = self._describe_layers()
+        if self.compiled is None:
+            return what
+        words = ["compiled"]
+        if self.compiled.memory_budget < 1:
+            words.append(f"memory budget {self.compiled.memory_budget:.2f}")
+        if self.compiled.prefer:
+            words.append("as preferences")
+        if self.layers or len(words) == 1:
+            words.append(what)
+        return ", ".join(words)
+
+    def _describe_layers(self) -> str:
         if not self.layers:
             return "no checkpointing"
         parts = []
@@ -119,6 +175,15 @@ class Policy:
 
 
 NO_CHECKPOINTING = Policy()
+COMPILE_ALONE = Policy(compiled=Compiled())
+
+
+def policy_document(policy: Policy) -> dict[str, Any]:
+    """Returns the policy as files for others have it: eager ones as all releases know them."""
+    found: dict[str, Any] = records.to_builtins(policy)
+    if policy.compiled is None:
+        del found["compiled"]
+    return found
 
 
 def checkpoint_layers(names: Iterable[str], tier: Tier = PLAIN_TIER) -> Policy:

@@ -21,6 +21,11 @@ from torch.utils.checkpoint import (
 
 SAVE = CheckpointPolicy.MUST_SAVE
 RECOMPUTE = CheckpointPolicy.PREFER_RECOMPUTE
+_VERDICTS = {
+    None: (SAVE, RECOMPUTE),
+    False: (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE),
+    True: (CheckpointPolicy.PREFER_SAVE, CheckpointPolicy.PREFER_RECOMPUTE),
+}
 # Overloads that return a view of their input although their schema does not say so.
 HIDDEN_VIEWS = frozenset(
     {
@@ -55,11 +60,17 @@ class SaveSet:
 
     `save_random` is the one decision for all random ops of a region, attention with dropout among
     them: saving one and recomputing another would shift the random stream and give wrong gradients.
+
+    `prefer` is for compiled models, whose partitioner has a mind of its own: True lets it override
+    what is said here, False does not. Eager code does the same whatever it is.
     """
 
-    def __init__(self, ops: Iterable[str], *, save_random: bool = False) -> None:
+    def __init__(
+        self, ops: Iterable[str], *, save_random: bool = False, prefer: bool | None = None
+    ) -> None:
         self.ops = frozenset(ops)
         self.save_random = save_random
+        self._save, self._recompute = _VERDICTS[prefer]
         # For each op the sites that are saved; None stands for all of them.
         self._sites: dict[str, frozenset[str] | None] = {}
         for name in self.ops:
@@ -73,26 +84,27 @@ class SaveSet:
         self._decisions: dict[Any, Any] = {}
 
     def decide(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CheckpointPolicy:
-        """Returns MUST_SAVE or PREFER_RECOMPUTE for one call of `op`."""
+        """Returns what to do with the output of one call of `op`."""
         decision = self._decisions.get(op)
         if decision is None:
             decision = self._decisions[op] = self._classify(op)
         return _settle(decision, args, kwargs)
 
     def _classify(self, op: Any) -> Any:
+        save, recompute = self._save, self._recompute
         schema = getattr(op, "_schema", None)
         name = str(op)
         named = name in self._sites
         if schema is None:  # a higher-order op, such as flex_attention
-            return SAVE if named else RECOMPUTE
+            return save if named else recompute
         savable = not schema.is_mutable and not _returns_view(op)
-        if_certain: Any = SAVE if named and savable else RECOMPUTE
+        if_certain: Any = save if named and savable else recompute
         sites = self._sites.get(name)
-        if if_certain is SAVE and sites is not None:
-            if_certain = functools.partial(_decide_site, name, sites)
-        if_random: Any = RECOMPUTE
+        if if_certain is save and sites is not None:
+            if_certain = functools.partial(_decide_site, name, sites, save, recompute)
+        if_random: Any = recompute
         if self.save_random:
-            if_random = SAVE if savable else functools.partial(_refuse_random, str(op))
+            if_random = save if savable else functools.partial(_refuse_random, str(op))
         dropout = _dropout_argument(schema)
         if dropout is not None:
             return functools.partial(_decide_attention, *dropout, if_random, if_certain)
@@ -125,9 +137,14 @@ def _decide_attention(
 
 
 def _decide_site(
-    name: str, sites: frozenset[str], args: tuple[Any, ...], kwargs: dict[str, Any]
+    name: str,
+    sites: frozenset[str],
+    save: CheckpointPolicy,
+    recompute: CheckpointPolicy,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> CheckpointPolicy:
-    return SAVE if site_of(name, args) in sites else RECOMPUTE
+    return save if site_of(name, args) in sites else recompute
 
 
 def site_of(name: str, args: tuple[Any, ...]) -> str:

@@ -96,6 +96,10 @@ class Measurement:
     """The last step's loss; None by forecast."""
     alloc_retries: int = 0
     """How often the allocator had to free its cache and try again: a sign of a full device."""
+    compile_seconds: float | None = None
+    """Elapsed time of compiling, before any step was timed; None where nothing is compiled."""
+    recompiles: tuple[str, ...] = ()
+    """Why something was compiled once more while steps were timed; those were run again."""
     rank_peak_bytes: tuple[Bytes, ...] = ()
     """`peak_bytes` of every rank, where there are several; the highest of them is the peak."""
     evidence: Evidence = Evidence.MEASURED
@@ -128,7 +132,8 @@ class Verification:
     bitwise: bool
     """Whether they are equal bit for bit."""
     reference: str
-    """What it was compared with: `none`, or `full` when no step without checkpointing fits."""
+    """What it was compared with: `none`, or `full` when no step without checkpointing fits;
+    `compile`, or `compile, full`, for what is compiled."""
     loss_difference: float
     """Absolute difference of the losses."""
     worst_gradient_difference: float

@@ -4,7 +4,9 @@ For each kind of layers: a variable per op class, or per op site, that can be sa
 `save.matmul[2048x8192]`), and one for how many of its layers are checkpointed, earliest first
 (`layers.GPT2Block`). A second tier has the same variables again (`tier2.save.…`,
 `tier2.layers.GPT2Block`), for the layers that follow. Where each layer is chosen by itself, its
-variable says which tier it has (`layer.h.3`). Pure: no Optuna, no device.
+variable says which tier it has (`layer.h.3`). Where compiling is searched as well, one says how the
+model runs (`compile`), and one is torch's own memory budget (`activation_memory_budget`). Pure: no
+Optuna, no device.
 """
 
 from __future__ import annotations
@@ -14,10 +16,10 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sac_search.opclasses import OpClass, packets_of
-from sac_search.policy import LayerChoice, Policy, Tier
+from sac_search.policy import Compiled, LayerChoice, Policy, Tier
 from sac_search.trace import LayerTrace, OpTrace
 
 # Classes that are never saved: an op that nobody knows, and communication.
@@ -25,6 +27,9 @@ _NEVER_SAVED = frozenset({OpClass.OTHER, OpClass.COLLECTIVE})
 # A decision over less than this part of its layers' time is not worth a variable.
 _WORTH_FRACTION = 0.003
 _TIER_PREFIXES = ("", "tier2.")
+_MODE = "compile"
+_BUDGET = "activation_memory_budget"
+_HUNDREDTHS = 100
 
 
 class Granularity(enum.StrEnum):
@@ -45,6 +50,27 @@ class LayerChoiceMode(enum.StrEnum):
     """A decision per layer."""
 
 
+class RunMode(enum.StrEnum):
+    """How the model runs, and who decides what is recomputed."""
+
+    EAGER = "eager"
+    """Eagerly, under a policy or none."""
+    COMPILE = "compile"
+    """Compiled, under a policy that binds the partitioner, or none."""
+    PREFER = "compile, prefer"
+    """Compiled, under a policy that the partitioner may override."""
+    BUDGET = "compile, memory budget"
+    """Compiled, without a policy, under torch's own `activation_memory_budget`."""
+
+    @property
+    def has_layers(self) -> bool:
+        """Whether a policy checkpoints layers."""
+        return self is not RunMode.BUDGET
+
+
+EAGER_ONLY = (RunMode.EAGER,)
+
+
 class DecisionType(enum.Enum):
     """What a variable says."""
 
@@ -54,6 +80,10 @@ class DecisionType(enum.Enum):
     """How many layers of a kind have a tier."""
     LAYER = enum.auto()
     """Which tier a layer has, counted from 1; 0 leaves it alone."""
+    MODE = enum.auto()
+    """Which of the space's modes the model runs in."""
+    PART = enum.auto()
+    """Hundredths of a whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,9 +96,12 @@ class Decision:
     """Its largest value."""
     type: DecisionType
     """What it says."""
+    names: tuple[str, ...] = ()
+    """What its values are called, if anything."""
 
 
 Assignment = Mapping[str, int]
+"""A value for every decision; 0 for one that has no meaning beside the others."""
 Choices = Mapping[str, frozenset[str]]
 """For each checkpointed layer the labels of what it saves."""
 
@@ -103,6 +136,8 @@ class SearchSpace:
     """What one decision covers."""
     tiers: int
     """Save sets that layers of one kind may have, 1 or 2."""
+    run_modes: tuple[RunMode, ...] = EAGER_ONLY
+    """How the model may run."""
 
     @functools.cached_property
     def kinds(self) -> dict[str, list[str]]:
@@ -115,6 +150,16 @@ class SearchSpace:
     @functools.cached_property
     def decisions(self) -> list[Decision]:
         """All variables, always in the same order."""
+        found = []
+        if len(self.run_modes) > 1:
+            highest, names = len(self.run_modes) - 1, tuple(map(str, self.run_modes))
+            found.append(Decision(name=_MODE, highest=highest, type=DecisionType.MODE, names=names))
+        if RunMode.BUDGET in self.run_modes:
+            found.append(Decision(name=_BUDGET, highest=_HUNDREDTHS, type=DecisionType.PART))
+        return found + self._layer_decisions
+
+    @functools.cached_property
+    def _layer_decisions(self) -> list[Decision]:
         prefixes = _TIER_PREFIXES[: self.tiers]
         found = [
             Decision(name=prefix + save.name, highest=1, type=DecisionType.SAVE)
@@ -132,23 +177,60 @@ class SearchSpace:
             for kind, names in self.kinds.items()
         ]
 
+    def decisions_in(self, mode: RunMode) -> list[Decision]:
+        """Returns the variables that mean something in a mode, the mode itself left out."""
+        if mode.has_layers:
+            return self._layer_decisions
+        return [decision for decision in self.decisions if decision.type is DecisionType.PART]
+
+    def decisions_for(self, assignment: Assignment) -> list[Decision]:
+        """Returns the variables that mean something in an assignment."""
+        modes = [d for d in self.decisions if d.type is DecisionType.MODE]
+        return modes + self.decisions_in(self.mode_in(assignment))
+
+    def mode_in(self, assignment: Assignment) -> RunMode:
+        """Returns the mode that an assignment says."""
+        return self.run_modes[assignment.get(_MODE, 0)]
+
+    def mode_of(self, policy: Policy) -> RunMode:
+        """Returns the mode that a policy runs in; compile alone is under a policy, of no layers."""
+        if policy.compiled is None:
+            return RunMode.EAGER
+        if policy.compiled.memory_budget < 1:
+            return RunMode.BUDGET
+        return RunMode.PREFER if policy.compiled.prefer else RunMode.COMPILE
+
+    def completed(self, values: Mapping[str, int]) -> Assignment:
+        """Returns an assignment: these values, and 0 where one is lacking or means nothing."""
+        mode = self.mode_in(values)
+        kept = {decision.name for decision in self.decisions_in(mode)} | {_MODE}
+        return {d.name: values.get(d.name, 0) if d.name in kept else 0 for d in self.decisions}
+
     @functools.cached_property
     def size(self) -> int:
         """How many assignments there are."""
-        return math.prod(decision.highest + 1 for decision in self.decisions)
+        return sum(
+            math.prod(decision.highest + 1 for decision in self.decisions_in(mode))
+            for mode in self.run_modes
+        )
 
     def assignments(self) -> Iterator[Assignment]:
         """Yields every assignment; many of them may stand for one policy."""
-        decisions = self.decisions
-        for values in itertools.product(*(range(d.highest + 1) for d in decisions)):
-            yield {d.name: value for d, value in zip(decisions, values, strict=True)}
+        for index, mode in enumerate(self.run_modes):
+            decisions = self.decisions_in(mode)
+            for values in itertools.product(*(range(d.highest + 1) for d in decisions)):
+                chosen = {d.name: value for d, value in zip(decisions, values, strict=True)}
+                yield self.completed(chosen | {_MODE: index})
 
     def policy_for(self, assignment: Assignment) -> Policy:
         """Returns the policy that the assignment stands for.
 
         Assignments that would run the same way give policies with equal keys.
         """
-        return self.policy_of(self.choices_for(assignment))
+        mode = self.mode_in(assignment)
+        if mode is RunMode.BUDGET:
+            return Policy(compiled=Compiled(memory_budget=assignment[_BUDGET] / _HUNDREDTHS))
+        return self.policy_of(self.choices_for(assignment), mode)
 
     def choices_for(self, assignment: Assignment) -> Choices:
         """Returns what each checkpointed layer saves; what comes to the same is written alike."""
@@ -167,8 +249,8 @@ class SearchSpace:
             if (number := self._tier_number(layer, assignment))
         }
 
-    def policy_of(self, choices: Choices) -> Policy:
-        """Returns the policy whose checkpointed layers save what `choices` say.
+    def policy_of(self, choices: Choices, mode: RunMode = RunMode.EAGER) -> Policy:
+        """Returns the policy whose checkpointed layers save what `choices` say, in a mode.
 
         Layers share a tier wherever that changes nothing, and an op all of whose sites are saved is
         written without them.
@@ -194,19 +276,31 @@ class SearchSpace:
         chosen = [
             (name, group_of[kind_of[name], choices[name]]) for name in kind_of if name in choices
         ]
-        return Policy(
+        found = Policy(
             tiers=tuple(self._tier(group) for group in groups),
             layers=tuple(LayerChoice(name=n, tier=groups.index(group)) for n, group in chosen),
         )
+        if mode is RunMode.EAGER:
+            return found
+        return replace(found, compiled=Compiled(prefer=mode is RunMode.PREFER))
 
-    def assignment_of(self, choices: Choices) -> Assignment | None:
-        """Returns the assignment that stands for `choices`, or None if none does."""
+    def budget_assignment(self, hundredths: int) -> Assignment:
+        """Returns the assignment that compiles under torch's own memory budget."""
+        values = {_MODE: self.run_modes.index(RunMode.BUDGET), _BUDGET: hundredths}
+        return self.completed(values)
+
+    def assignment_of(self, choices: Choices, mode: RunMode = RunMode.EAGER) -> Assignment | None:
+        """Returns the assignment that stands for `choices` in a mode, or None if none does."""
+        if mode not in self.run_modes:
+            return None
         kind_of = {layer.name: layer.kind for layer in self.layers}
         known = {(save.kind, save.label) for save in self.saves}
         for name, labels in choices.items():
             if name not in kind_of or any((kind_of[name], la) not in known for la in labels):
                 return None
         assignment = {decision.name: 0 for decision in self.decisions}
+        if _MODE in assignment:
+            assignment[_MODE] = self.run_modes.index(mode)
         for kind, names in self.kinds.items():
             sets: list[frozenset[str]] = []
             for name in names:
@@ -377,6 +471,7 @@ def build_space(
     mode: LayerChoiceMode = LayerChoiceMode.COUNT,
     granularity: Granularity = Granularity.CLASS,
     tiers: int = 1,
+    run_modes: tuple[RunMode, ...] = EAGER_ONLY,
 ) -> SearchSpace:
     """Returns the decisions for traced layers."""
     reasons = unsavable_ops(layers, granularity)
@@ -416,6 +511,7 @@ def build_space(
         mode=mode,
         granularity=granularity,
         tiers=tiers,
+        run_modes=run_modes,
     )
 
 
@@ -469,6 +565,8 @@ def unsavable_ops(
 
 
 def _own_reason(op: OpTrace) -> str:
+    if op.compiled:
+        return "runs inside compiled code, where no policy sees it"
     if op.mutates:
         return "changes its input in place"
     if op.view:

@@ -60,6 +60,8 @@ class OpTrace:
     """Returns a view, which costs nothing to make again."""
     output_mutated: bool = False
     """The output of some call is changed in place later on."""
+    compiled: bool = False
+    """Runs inside a part of the layer that the workload compiles: no policy can tell it apart."""
 
     @property
     def site_name(self) -> str:

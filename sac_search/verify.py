@@ -4,6 +4,9 @@ The reference runs twice first: what differs between those two runs is the devic
 the policy's fault. Parameters, buffers and random generators are what they were afterwards; the
 optimizer does not step.
 
+A compiled policy's reference is compiled as well, since compiled code rounds otherwise and draws
+other random numbers. Where nothing is random, the reference itself is held against eager code.
+
 Known limits: an optimizer that steps on a list of its own (LBFGS) steps all the same. What a user's
 step keeps elsewhere (a data loader's position, a scaler's scale) moves on.
 """
@@ -24,7 +27,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from sac_search.apply import PolicyModule, applied
+from sac_search.apply import PolicyModule
+from sac_search.compiling import CompileOptions, Compiler
 from sac_search.device import free_cached_memory, synchronize
 from sac_search.failures import NonFiniteLoss
 from sac_search.policy import Policy
@@ -36,6 +40,11 @@ from sac_search.workload import Workload, copied_batch
 # Differences that recomputation may cause by summing in another order, relative to the largest
 # value of a gradient. A wrong random stream or a stale tensor is off by far more.
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 2e-2}
+# The same for compiled code, which keeps what it fuses in other formats, and recomputes it in
+# another fusion than it was computed in; and for that against eager code, rounding included.
+_COMPILED_FACTOR = 10
+_COMPILED_AND_EAGER_FACTOR = 100
+_MOST_TOLERANCE = 0.1
 # Two runs of the reference that differ by more than this do not compute the same step.
 _MOST_NOISE = 0.1
 # A gradient that is zero but for rounding (the bias of attention's keys) is held against the
@@ -46,6 +55,7 @@ _WHOLLY_OFF = 1.0
 # A gradient scaler begins at 2**16 and halves as long as gradients overflow.
 _MOST_SCALINGS = 24
 _SEED = 20_240_229
+_OTHER_SEED = 20_240_301
 
 
 def verify_policy(
@@ -55,32 +65,48 @@ def verify_policy(
     reference_name: str,
     device: torch.device,
     peers: Peers = ALONE,
+    compiler: Compiler | None = None,
 ) -> Verification:
     """Returns how far `policy` is from `reference` in one step.
 
-    Of tensors that are spread over ranks each rank compares its own part.
+    `compiler` is of this workload's model; one of its own by default. What it compiled is dropped
+    afterwards. Of tensors that are spread over ranks each rank compares its own part.
 
     Raises:
         NonFiniteLoss: the loss is NaN or infinite, under either policy.
         Exception: whatever the step raises, under either policy.
     """
-    fixed = _with_replayed_batches(workload)
-    with random_states_kept():
-        first = _run_until_finite(fixed, reference, device, peers)
-        # One after the other: the gradients of three runs at once may not fit into main memory.
-        noise = _compare(_run(fixed, reference, device), first)
-        found = _compare(_run(fixed, policy, device), first)
-    least = _tolerance(workload)
+    fixed = _Fixed(
+        _with_replayed_batches(workload),
+        device,
+        compiler or Compiler(workload.bare_model, CompileOptions()),
+    )
+    is_compiled = reference.compiled is not None
+    eager_difference = None
+    try:
+        with random_states_kept():
+            first = _run_until_finite(fixed, reference, peers)
+            # One after the other: the gradients of three runs at once may not fit into main memory.
+            noise = _compare(_run(fixed, reference), first)
+            found = _compare(_run(fixed, policy), first)
+            least = _tolerance(workload, fixed.compiler if is_compiled else None)
+            if is_compiled and peers.size == 1:
+                eager_difference = _eager_difference(fixed, reference.eager, first)
+    finally:
+        fixed.compiler.forget()
     tolerance = max(least, min(4 * noise.worst_difference, _MOST_NOISE))
     loss_tolerance = max(
         least * max(abs(first.loss), 1e-6),
         min(4 * noise.loss_difference, _MOST_NOISE * abs(first.loss)),
     )
+    eager_tolerance = min(_COMPILED_AND_EAGER_FACTOR * least, _MOST_TOLERANCE)
+    is_as_eager = eager_difference is None or eager_difference.worst_difference <= eager_tolerance
     passed = (
         bool(first.gradients)
         and first.is_finite()
         and found.worst_difference <= tolerance
         and found.loss_difference <= loss_tolerance
+        and is_as_eager
     )
     bitwise = passed and found.loss_difference == 0 and found.worst_difference == 0
     return Verification(
@@ -93,8 +119,24 @@ def verify_policy(
         noise=noise.worst_difference,
         tolerance=tolerance,
         buffers_differing=found.buffers_differing,
-        note=_note(passed, bitwise, first, found, noise),
+        note=" ".join(
+            note
+            for note in (
+                _note(passed, bitwise, first, found, noise),
+                _eager_note(eager_difference, is_as_eager),
+            )
+            if note
+        ),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Fixed:
+    """A workload whose steps can be run again and again on the same data."""
+
+    workload: Workload
+    device: torch.device
+    compiler: Compiler
 
 
 @dataclass(slots=True)
@@ -139,29 +181,44 @@ def _with_replayed_batches(workload: Workload) -> Workload:
     return replace(workload, batch=_ReplayedBatches(workload.batch))
 
 
-def _run_until_finite(
-    workload: Workload, policy: Policy | PolicyModule, device: torch.device, peers: Peers
-) -> _Run:
+def _run_until_finite(fixed: _Fixed, policy: Policy | PolicyModule, peers: Peers) -> _Run:
     """Runs a step; if gradients overflow, again, so that a gradient scaler finds its scale."""
-    run = _run(workload, policy, device)
+    run = _run(fixed, policy)
     for _ in range(_MOST_SCALINGS):
         if not peers.any(not run.is_finite()):
             break
-        run = _run(workload, policy, device)
+        run = _run(fixed, policy)
     return run
 
 
-def _run(workload: Workload, policy: Policy | PolicyModule, device: torch.device) -> _Run:
+def _eager_difference(fixed: _Fixed, reference: Policy, compiled: _Run) -> _Difference | None:
+    """Returns how far a compiled run is from the eager one; None where that cannot be told.
+
+    Compiled code draws other random numbers. So a step that draws any, and with another seed has
+    another loss, cannot be compared.
+    """
+    try:
+        eager = _run(fixed, reference)
+        other = _run(fixed, reference, seed=_OTHER_SEED)
+    except (torch.OutOfMemoryError, MemoryError):  # compiled code may need less
+        fixed.workload.drop_gradients()
+        free_cached_memory(fixed.device)
+        return None
+    return _compare(compiled, eager) if other.loss == eager.loss else None
+
+
+def _run(fixed: _Fixed, policy: Policy | PolicyModule, seed: int = _SEED) -> _Run:
     """Runs one step and returns its loss and, on the host, its gradients and buffers."""
+    workload, device = fixed.workload, fixed.device
     if isinstance(workload.batch, _ReplayedBatches):
         workload.batch.rewind()
     with (
-        applied(workload.bare_model, policy),
+        fixed.compiler.applied(policy),
         _gradients_kept(workload) as gradients,
         buffers_kept(workload.model),
         _parameters_kept(workload),
     ):
-        _seed_everything()
+        _seed_everything(seed)
         loss = float(workload.run_step())
         synchronize(device)
         buffers = {n: _host_copy(b) for n, b in workload.model.named_buffers()}
@@ -257,10 +314,10 @@ def _parameters_kept(workload: Workload) -> Iterator[None]:
                 local_tensor(parameter).copy_(value)
 
 
-def _seed_everything() -> None:
-    torch.manual_seed(_SEED)
-    random.seed(_SEED)
-    numpy.random.seed(_SEED)
+def _seed_everything(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed)
 
 
 def _compare(run: _Run, reference: _Run) -> _Difference:
@@ -299,9 +356,12 @@ def _largest(tensor: torch.Tensor) -> float:
     return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
-def _tolerance(workload: Workload) -> float:
+def _tolerance(workload: Workload, compiler: Compiler | None) -> float:
     dtypes = {p.dtype for p in workload.parameters() if p.requires_grad}
-    return max(_TOLERANCES.get(dtype, 2e-2) for dtype in dtypes)
+    if compiler is None:
+        return max(_TOLERANCES.get(dtype, 2e-2) for dtype in dtypes)
+    dtypes |= compiler.dtypes
+    return min(_MOST_TOLERANCE, _COMPILED_FACTOR * max(_TOLERANCES.get(d, 2e-2) for d in dtypes))
 
 
 def _note(passed: bool, bitwise: bool, first: _Run, found: _Difference, noise: _Difference) -> str:
@@ -331,3 +391,15 @@ def _note(passed: bool, bitwise: bool, first: _Run, found: _Difference, noise: _
             "BatchNorm, move twice per step in a layer that is recomputed."
         )
     return " ".join(parts)
+
+
+def _eager_note(difference: _Difference | None, is_as_eager: bool) -> str:
+    if difference is None:
+        return ""
+    off = difference.worst_difference
+    if is_as_eager:
+        return f"Compiled code itself is within {off:.1e} of eager code."
+    return (
+        f"Compiled code itself, with no policy on it, is off by {off:.1e} from eager code, in "
+        f"{difference.worst_parameter}."
+    )

@@ -5,6 +5,11 @@ script. Recomputed layers run under the same autocast. Casts save copies of thei
 and rotary embeddings are chains of small ops that are cheap to recompute. Type:
 
     sac-search studies/llama_transformers.py --device cpu --budget-gb 0.015
+
+Chains of small ops are what torch.compile fuses. Let the search choose whether to compile, and what
+to recompute then:
+
+    sac-search studies/llama_transformers.py --device cpu --budget-gb 0.015 --compile search
 """
 
 from __future__ import annotations

@@ -33,7 +33,14 @@ from sac_search.records import (
     Phase,
     Verification,
 )
-from sac_search.space import Granularity, LayerChoiceMode, build_space, label_of
+from sac_search.space import (
+    EAGER_ONLY,
+    Granularity,
+    LayerChoiceMode,
+    RunMode,
+    build_space,
+    label_of,
+)
 from sac_search.study.candidate import Candidate
 from sac_search.study.search import Search, SearchSettings
 from sac_search.study.store import StudyStore
@@ -183,6 +190,10 @@ class ScriptedMeasurer:
     """Memory that the process could get."""
     forecast_factor: float | None = None
     """How far forecasts of the peak are off; None when peaks cannot be told without measuring."""
+    compiled_seconds: Callable[[Policy], float] = lambda policy: 0.8
+    """Step time of a compiled policy over that of the same choices run eagerly."""
+    budget_bytes: Callable[[float], float] = lambda part: 1.0 if part == 0 else 0.5 + 0.5 * part
+    """Peak under torch's memory budget over that of no checkpointing: it need not be monotonic."""
     price_factor: Callable[[str], float] = lambda label: 1.0
     """How far the traced seconds of a label are off."""
     profiled: list[ProfileRequest] = field(default_factory=list)
@@ -217,7 +228,7 @@ class ScriptedMeasurer:
         ]
 
     def forecast(self, policy: Policy) -> ForecastPeak:
-        if self.forecast_factor is None:
+        if self.forecast_factor is None or policy.compiled is not None:
             return ForecastPeak(problem="on paper")
         peaks = self._phase_peaks(round(self.peak_bytes(policy) * self.forecast_factor))
         return ForecastPeak(peak_bytes=peaks[Phase.BACKWARD], phase_peak_bytes=peaks)
@@ -263,6 +274,10 @@ class ScriptedMeasurer:
 
     def step_seconds(self, policy: Policy) -> float:
         """Returns the true step time."""
+        if policy.compiled is not None:
+            part = policy.compiled.memory_budget
+            factor = self.compiled_seconds(policy) * (1.3 - 0.3 * part)
+            return factor * self.step_seconds(policy.eager)
         forward = sum(op.seconds for layer in self.layers for op in layer.ops)
         seconds = 3 * forward
         for layer, tier in self._tiers(policy):
@@ -273,6 +288,10 @@ class ScriptedMeasurer:
 
     def peak_bytes(self, policy: Policy) -> int:
         """Returns the true peak."""
+        if policy.compiled is not None:
+            part = policy.compiled.memory_budget
+            factor = 0.95 if part == 1 else self.budget_bytes(part)
+            return round(factor * self.peak_bytes(policy.eager))
         kept, highest = 0.0, 0.0
         for layer, tier in self._tiers(policy):
             whole = sum(op.output_bytes for op in layer.ops if not op.view)
@@ -350,6 +369,7 @@ class ScriptedMeasurer:
                 relative_seconds=seconds / reference if reference else 1.0,
                 steps=5,
                 loss=1.0,
+                compile_seconds=2.0 if policy.compiled is not None else None,
             )
         )
 
@@ -439,11 +459,12 @@ def make_search(
     mode: LayerChoiceMode = LayerChoiceMode.COUNT,
     granularity: Granularity = Granularity.CLASS,
     tiers: int = 1,
+    run_modes: tuple[RunMode, ...] = EAGER_ONLY,
     **settings: object,
 ) -> Search:
     return Search(
         store=store or memory_store(measurer, budget_bytes),
-        space=build_space(measurer.layers, mode, granularity, tiers),
+        space=build_space(measurer.layers, mode, granularity, tiers, run_modes),
         measurer=measurer,
         settings=SearchSettings(**settings),
     )

@@ -32,6 +32,7 @@ from sac_search.api import (
     search_spec,
 )
 from sac_search.artifacts import load_result, render_policy
+from sac_search.compiling import CompileOptions
 from sac_search.device import Clock
 from sac_search.errors import (
     EnvironmentMismatch,
@@ -43,7 +44,7 @@ from sac_search.errors import (
 )
 from sac_search.policy import Policy
 from sac_search.records import SCHEMA_VERSION, FailureKind, Outcome, Phase
-from sac_search.space import LayerChoiceMode
+from sac_search.space import EAGER_ONLY, LayerChoiceMode, RunMode
 from sac_search.study import store as store_module
 from sac_search.study.baselines import BASELINE_NAMES, EVERY_SECOND, FULL, NONE
 from sac_search.study.candidate import Candidate
@@ -540,6 +541,9 @@ def test_interrupted_later_it_keeps_the_figures_that_were_confirmed(tmp_path: Pa
         ({"timeout_seconds": 0}, "timeout_seconds is 0; it must be more than 0"),
         ({"timeout_seconds": float("nan")}, "timeout_seconds is nan"),
         ({"trial_timeout_seconds": -5}, "trial_timeout_seconds is -5"),
+        ({"compile_backend": "eager"}, "add --compile on or --compile search"),
+        ({"compile_mode": "max-autotune"}, "but nothing is compiled"),
+        ({"compile_dynamic": False}, "but nothing is compiled"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(changes: dict[str, Any], message: str) -> None:
@@ -552,6 +556,25 @@ def test_the_least_options_are_allowed() -> None:
 
     assert options.budget_bytes == 1
     assert SearchOptions(budget_gb=22).budget_bytes == 22 * 2**30
+
+
+def test_what_is_compiled_is_not_forecast() -> None:
+    with pytest.raises(UsageError, match="cannot be forecast, only measured"):
+        api.forecast("sac_search.builtin:workload", budget_gb=22, compile="search")
+    with pytest.raises(UsageError, match="'maybe' is not a valid Compile"):
+        api.forecast("sac_search.builtin:workload", budget_gb=22, compile="maybe")
+
+
+def test_options_say_how_the_model_may_run() -> None:
+    off, on, free = (SearchOptions(budget_gb=1, compile=compiling) for compiling in api.Compile)
+    assert (off.run_modes, off.compile_options) == (EAGER_ONLY, None)
+    assert set(free.run_modes) == set(RunMode) == {*on.run_modes, RunMode.EAGER}
+    assert RunMode.EAGER not in on.run_modes
+    assert api.session_settings("train.py", off).compile is None
+    settings = api.session_settings(
+        "train.py", dataclasses.replace(on, compile_mode="max-autotune")
+    )
+    assert settings.compile == CompileOptions(mode="max-autotune")
 
 
 def test_options_from_python_may_be_text() -> None:

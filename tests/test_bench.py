@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import subprocess
@@ -17,7 +18,7 @@ import torch
 
 from sac_search.opclasses import OpClass
 from sac_search.planner import peak_of
-from sac_search.policy import NO_CHECKPOINTING, Policy, checkpoint_layers
+from sac_search.policy import NO_CHECKPOINTING, Compiled, Policy, checkpoint_layers
 from sac_search.records import Failure, FailureKind, Measurement, Outcome, Phase
 from sac_search.trace import LayerTrace, OpTrace
 
@@ -279,6 +280,8 @@ class TestPeers:
         assert peers.peer_named("ours-site") is peers.Peer.OURS_SITE
         with pytest.raises(ValueError, match="theirs"):
             peers.peer_named("theirs")
+        with pytest.raises(ValueError, match="is for --compiled"):
+            peers.peer_named("ours-compiled")
 
     def test_none_and_full_always_take_part(self, peers: Any) -> None:
         options = peers.make_parser().parse_args(["train.py", "--peers", "gp"])
@@ -453,6 +456,52 @@ class TestTinyRuns:
         for row in workload["rows"]:
             assert row["corrected_ratio"] == pytest.approx(1, abs=0.05), row
             assert row["raw_ratio"] == pytest.approx(1, abs=0.05), row
+
+
+def test_compiled_policies_are_held_against_each_other(
+    peers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searches: list[int] = []
+
+    def search_proposal(peer: Any, spec: str, budget_bytes: int, settings: Any) -> Any:
+        searches.append(budget_bytes)
+        policy = Policy(compiled=Compiled(memory_budget=0.5))  # one that is swept as well
+        return peers.Proposal(peer=peer, policy=policy, description="ours")
+
+    def compare(session: Any, proposals: Sequence[Any], steps: int) -> dict[str, Outcome]:
+        assert len({peers._key(p) for p in proposals}) == len(proposals)
+        seconds = {None: (1.0, 100), 1.0: (0.8, 100), 0.5: (0.9, 60), 0.3: (0.85, 80)}
+        return {
+            peers._key(p): outcome(*seconds[p.policy.compiled and p.policy.compiled.memory_budget])
+            for p in proposals
+            if p.policy is not None  # full, of no layers, is the same as none
+        }
+
+    monkeypatch.setattr(peers, "search_proposal", search_proposal)
+    monkeypatch.setattr(peers, "measure_side_by_side", compare)
+    monkeypatch.setattr(peers, "in_session", lambda settings, use: use(None))
+    survey = peers.Survey(
+        spec="train.py",
+        layers=(),
+        none_peak_bytes=100,
+        full_peak_bytes=50,
+        budgets={0.5: 75, 0.8: 90},
+        subsets={},
+    )
+    options = peers.make_parser().parse_args(["train.py", "--compiled"])
+    settings = dataclasses.replace(peers.settings_of(options), compile_settings=(1.0, 0.5, 0.3))
+
+    reports = peers.compiled_reports(survey, settings)
+
+    assert options.compiled and settings.compiled
+    assert searches == [75, 90]
+    best = [[row.peer for row in report.rows if row.is_winner] for report in reports]
+    swept, ours = "torch.compile, budget swept", "ours, --compile search"
+    assert best == [[swept, ours], [swept]]
+    alone = next(row for row in reports[0].rows if row.peer == "torch.compile")
+    assert (round(alone.overhead_fraction, 3), alone.keeps_budget) == (-0.2, False)
+    text = peers.tables([peers.Report(workload="train.py", compiled=reports)])
+    assert "Compiled, or free to be:" in text
 
 
 def test_calls_are_saved_one_by_one(peers: Any) -> None:

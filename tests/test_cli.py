@@ -520,7 +520,8 @@ def test_options_reach_the_search(empty: Path, monkeypatch: pytest.MonkeyPatch) 
         "train.py --budget-gb 22 --trials 7 --timeout 60 --device cpu --layers h.* "
         "--layer-choice each --batch-size 3 --sampler random --seed 5 --steps 4 --clock wall "
         "--threads 2 --trial-timeout 9 --study mine --root elsewhere --fresh "
-        "--granularity class --tiers 1"
+        "--granularity class --tiers 1 --compile search --compile-backend aot_eager "
+        "--compile-mode fast --no-compile-dynamic"
     )
     assert cli.main(arguments.split()) == 3
     (options,) = given
@@ -543,6 +544,10 @@ def test_options_reach_the_search(empty: Path, monkeypatch: pytest.MonkeyPatch) 
         fresh=True,
         granularity=api.Granularity.CLASS,
         tiers=1,
+        compile=api.Compile.SEARCH,
+        compile_backend="aot_eager",
+        compile_mode="fast",
+        compile_dynamic=False,
     )
     assert options.budget_bytes == 22 * GIB
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import json
 import math
 import os
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,19 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tiny import ATTENTION, MM, NORM, Stack, assert_same, recomputed, run, stack, tokens
+from tiny import (
+    ATTENTION,
+    HIDDEN,
+    MM,
+    NORM,
+    Stack,
+    assert_same,
+    loss_of,
+    recomputed,
+    run,
+    stack,
+    tokens,
+)
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -27,7 +40,16 @@ from sac_search import policy_runtime
 from sac_search.apply import PolicyModule, applied, load_policy_module
 from sac_search.errors import UsageError
 from sac_search.export import render_module, write_whole
-from sac_search.policy import NO_CHECKPOINTING, LayerChoice, Policy, Tier, checkpoint_layers
+from sac_search.policy import (
+    NO_CHECKPOINTING,
+    Compiled,
+    LayerChoice,
+    Policy,
+    Tier,
+    checkpoint_layers,
+)
+from sac_search.worker.session import Session, SessionSettings
+from sac_search.workload import Workload
 
 BOTH = ["blocks.0", "blocks.1"]
 SAVE_MM = checkpoint_layers(BOTH, Tier(ops=(MM,)))
@@ -574,3 +596,114 @@ def test_a_read_only_folder_is_a_usage_error(
     monkeypatch.setattr(tempfile, "mkstemp", refuse)
     with pytest.raises(UsageError, match=r"policy\.py cannot be written: Permission denied"):
         write_whole(tmp_path / "policy.py", "text")
+
+
+# --- compiled policies ----------------------------------------------------------------------------
+
+COMPILED = dataclasses.replace(SAVE_MM, compiled=Compiled())
+EAGER_BACKEND = {"backend": "aot_eager"}
+
+
+@pytest.fixture
+def budget_of_torch() -> Iterator[Callable[[], float]]:
+    from torch._functorch import config
+
+    before = config.activation_memory_budget
+    yield lambda: float(config.activation_memory_budget)
+    assert config.activation_memory_budget == before
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("policy", [COMPILED, Policy(compiled=Compiled(memory_budget=0.4))])
+def test_it_compiles_what_was_found_compiled_and_undoes_it(
+    policy: Policy, tmp_path: Path, budget_of_torch: Callable[[], float]
+) -> None:
+    model = stack()
+    plain = run(model, tokens())
+    attributes = dict(vars(model))
+    module = load(tmp_path, policy, compile_arguments=EAGER_BACKEND)
+
+    module.apply(model)
+    module.apply(model)  # once is enough
+
+    assert budget_of_torch() == policy.compiled.memory_budget
+    assert model._compiled_call_impl is not None
+    assert_same(plain, run(model, tokens()))
+    module.remove(model)
+    assert dict(vars(model)) == attributes
+    assert recomputed(plain, run(model, tokens())) == {}
+
+
+def test_it_leaves_compiling_to_you_if_you_say_so(
+    tmp_path: Path, budget_of_torch: Callable[[], float]
+) -> None:
+    model = stack()
+    module = load(tmp_path, COMPILED, compile_arguments=EAGER_BACKEND)
+    module.apply(model, compile=False)
+    assert "_compiled_call_impl" not in vars(model)
+    # Its context function can be traced whole, and so can the layers.
+    loss_of(torch.compile(model, backend="aot_eager", fullgraph=True)(tokens())).backward()
+    assert model._compiled_call_impl is None
+    assert module.apply(model)._compiled_call_impl is not None  # unless you change your mind
+    module.remove(model)
+
+
+def test_a_model_that_was_compiled_before_is_so_afterwards(tmp_path: Path) -> None:
+    model = stack()
+    model.compile(backend="eager")
+    call = model._compiled_call_impl
+    module = load(tmp_path, COMPILED, compile_arguments=EAGER_BACKEND)
+    assert module.apply(model)._compiled_call_impl is not call
+    assert module.remove(model)._compiled_call_impl is call
+
+
+def test_an_eager_policy_compiles_nothing(tmp_path: Path) -> None:
+    model = stack()
+    module = load(tmp_path, SAVE_MM)
+    assert module.COMPILE is None
+    assert "_compiled_call_impl" not in vars(module.apply(model))
+    assert "prefer" not in render(SAVE_MM).partition("TIERS = ")[2].partition("\n\n")[0]
+
+
+def test_its_docstring_says_who_compiles(tmp_path: Path) -> None:
+    eager, compiled = (ast.get_docstring(ast.parse(render(p))) or "" for p in (SAVE_MM, COMPILED))
+    assert "model = torch.compile(model)" in eager
+    assert "compiles it, too: call no torch.compile" in compiled
+    assert "policy.apply(model, compile=False)" in compiled
+
+
+def test_preferences_ship_as_preferences(tmp_path: Path) -> None:
+    prefers = dataclasses.replace(SAVE_MM, compiled=Compiled(prefer=True))
+    for policy, verdict in ((prefers, "PREFER_SAVE"), (COMPILED, "MUST_SAVE")):
+        module = load(tmp_path, policy)
+        decision = module.policy_fn(None, torch.ops.aten.mm.default, torch.ones(2, 2))
+        assert decision.name == verdict
+
+
+def test_a_layer_that_holds_compiled_code_is_refused(tmp_path: Path) -> None:
+    model = stack()
+    model.blocks[1].up.compile(backend="eager")
+    classes = [type(module) for module in model.modules()]
+    with pytest.raises(ValueError, match=r"blocks\.1 holds compiled code \(up\)"):
+        load(tmp_path, SAVE_MM).apply(model)
+    assert [type(module) for module in model.modules()] == classes
+    load(tmp_path, checkpoint_layers(BOTH)).apply(model)  # all of it is recomputed
+
+
+def test_its_figures_are_those_of_the_compiled_step(tmp_path: Path) -> None:
+    path = tmp_path / "exported.py"
+    policy = Policy(compiled=Compiled(memory_budget=0.4))
+    path.write_text(render(policy, compile_arguments=EAGER_BACKEND), encoding="utf-8")
+    model = stack(3)
+    work = Workload(model, lambda m, x: m(x).square().mean(), tokens(4, 64, HIDDEN))
+    session = Session(work, SessionSettings(spec="here", steps=2), torch.device("cpu"))
+
+    outcome = session.measure_module(str(path))
+    verdict = session.verify_module(str(path))
+
+    assert outcome.measurement is not None and outcome.measurement.compile_seconds is not None
+    none = session.measure(NO_CHECKPOINTING).measurement
+    assert none is not None and outcome.measurement.peak_bytes < none.peak_bytes
+    assert verdict.verification is not None and verdict.verification.passed
+    assert verdict.verification.reference == "compile"
+    assert "_compiled_call_impl" not in vars(model)

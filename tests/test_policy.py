@@ -13,13 +13,17 @@ from hypothesis import strategies as st
 from sac_search import records
 from sac_search.opclasses import OpClass
 from sac_search.policy import (
+    COMPILE_ALONE,
+    COMPILED_SCHEMA_VERSION,
     NO_CHECKPOINTING,
     PLAIN_TIER,
+    Compiled,
     LayerChoice,
     Policy,
     Tier,
     checkpoint_layers,
     describe_tier,
+    policy_document,
 )
 
 MM = "aten.mm.default"
@@ -34,6 +38,10 @@ def choices(**tiers: int) -> tuple[LayerChoice, ...]:
 # --- key ------------------------------------------------------------------------------------------
 
 SAME = {
+    "preferences where nothing is saved": (
+        Policy(compiled=Compiled(prefer=True)),
+        Policy(compiled=Compiled()),
+    ),
     "no layers": (NO_CHECKPOINTING, Policy(tiers=(SAVE_MM,))),
     "order of layers": (
         checkpoint_layers(["a", "b"], SAVE_MM),
@@ -306,3 +314,52 @@ def test_a_newer_schema_is_refused_with_its_number() -> None:
     with pytest.raises(ValueError, match=f"schema version {newer}, written by a newer sac-search"):
         records.decode(json.dumps({"schema_version": newer}), Policy)
     assert records.decode("{}", Policy) == NO_CHECKPOINTING
+
+
+# --- compiled -------------------------------------------------------------------------------------
+
+COMPILED = dataclasses.replace(checkpoint_layers(["a", "b"], SAVE_MM), compiled=Compiled())
+PREFERRED = dataclasses.replace(COMPILED, compiled=Compiled(prefer=True))
+BUDGET = Policy(compiled=Compiled(memory_budget=0.5))
+
+
+def test_what_is_compiled_is_another_policy() -> None:
+    policies = (COMPILED, PREFERRED, BUDGET, COMPILE_ALONE, COMPILED.eager, NO_CHECKPOINTING)
+    assert len({policy.key for policy in policies}) == len(policies)
+    assert COMPILED.eager == checkpoint_layers(["a", "b"], SAVE_MM)
+    assert [policy.changes_nothing for policy in policies] == [False] * 5 + [True]
+
+
+def test_the_key_of_an_eager_policy_is_that_of_earlier_releases() -> None:
+    assert NO_CHECKPOINTING.key == "4f53cda18c2baa0c"
+    assert "compiled" not in policy_document(NO_CHECKPOINTING)
+
+
+def test_a_compiled_policy_is_described() -> None:
+    assert COMPILED.describe() == "compiled, 2 layers: save matmul"
+    assert PREFERRED.describe() == "compiled, as preferences, 2 layers: save matmul"
+    assert BUDGET.describe() == "compiled, memory budget 0.50"
+    assert COMPILE_ALONE.describe() == "compiled, no checkpointing"
+
+
+@pytest.mark.parametrize("policy", [COMPILED, PREFERRED, BUDGET, COMPILE_ALONE])
+def test_a_compiled_policy_survives_json_and_says_that_older_releases_must_not_read_it(
+    policy: Policy,
+) -> None:
+    assert records.decode(records.encode(policy), Policy) == policy
+    document = policy_document(policy)
+    assert document["schema_version"] == COMPILED_SCHEMA_VERSION > records.SCHEMA_VERSION
+    del document["compiled"]  # as a release reads it that does not know what that is
+    with pytest.raises(ValueError, match="written by a newer sac-search"):
+        records.decode(json.dumps(document), Policy)
+
+
+def test_simpler_is_what_says_less() -> None:
+    ladder = [NO_CHECKPOINTING, COMPILE_ALONE, BUDGET, COMPILED, PREFERRED]
+    assert [p.complexity for p in ladder] == sorted({p.complexity for p in ladder})
+
+
+@pytest.mark.parametrize("memory_budget", [-0.01, 1.01, float("nan")])
+def test_a_memory_budget_is_a_part(memory_budget: float) -> None:
+    with pytest.raises(ValueError, match="it is a part, 0 to 1"):
+        Compiled(memory_budget=memory_budget)

@@ -889,3 +889,29 @@ def test_layers_of_one_class_and_tier_share_a_class() -> None:
     for layer in layers:
         checkpoint_layer(layer, context_fn)
     assert len({type(layer) for layer in layers}) == 1
+
+
+@pytest.mark.parametrize(
+    ("prefer", "save", "recompute"),
+    [
+        (None, "MUST_SAVE", "PREFER_RECOMPUTE"),
+        (False, "MUST_SAVE", "MUST_RECOMPUTE"),
+        (True, "PREFER_SAVE", "PREFER_RECOMPUTE"),
+    ],
+)
+def test_what_is_said_binds_a_partitioner_or_not(
+    prefer: bool | None, save: str, recompute: str
+) -> None:
+    save_set = SaveSet([MM, "aten.addmm.default[2x3]"], save_random=True, prefer=prefer)
+    weight = torch.ones(2, 3)
+    args = (torch.ones(3), torch.ones(2, 2), weight)
+    decisions = {
+        aten.mm.default: save,
+        aten.native_dropout.default: save,
+        aten.bmm.default: recompute,
+        aten.t.default: recompute,
+    }
+    for op, expected in decisions.items():
+        assert save_set.decide(op, (weight, weight), {}).name == expected
+    assert save_set.decide(aten.addmm.default, args, {}).name == save
+    assert save_set.decide(aten.addmm.default, (*args[:2], weight.T), {}).name == recompute

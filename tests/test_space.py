@@ -19,14 +19,23 @@ from scripted import (
 )
 
 from sac_search.opclasses import OpClass
-from sac_search.policy import NO_CHECKPOINTING, LayerChoice, Policy, Tier, checkpoint_layers
+from sac_search.policy import (
+    COMPILE_ALONE,
+    NO_CHECKPOINTING,
+    LayerChoice,
+    Policy,
+    Tier,
+    checkpoint_layers,
+)
 from sac_search.policy_runtime import SAVE, SaveSet
 from sac_search.space import (
+    EAGER_ONLY,
     Assignment,
     Decision,
     DecisionType,
     Granularity,
     LayerChoiceMode,
+    RunMode,
     SaveDecision,
     SearchSpace,
     build_space,
@@ -714,3 +723,58 @@ def test_the_size_of_a_space_is_the_number_of_its_assignments() -> None:
 
     assert space.size == math.prod(d.highest + 1 for d in space.decisions) == 144
     assert sum(1 for _ in space.assignments()) == 144
+
+
+# --- how the model runs ---------------------------------------------------------------------------
+
+ALL_MODES = tuple(RunMode)
+
+
+def test_modes_and_a_memory_budget_are_decisions_beside_the_others() -> None:
+    plain, space = (build_space(make_layers(2), run_modes=m) for m in (EAGER_ONLY, ALL_MODES))
+    added = [d for d in space.decisions if d not in plain.decisions]
+    assert [(d.name, d.highest) for d in added] == [
+        ("compile", 3),
+        ("activation_memory_budget", 100),
+    ]
+    assert added[0].names == tuple(map(str, ALL_MODES))
+    assert [d for d in space.decisions if d not in added] == plain.decisions
+
+
+@pytest.mark.parametrize("mode", [m for m in RunMode if m.has_layers])
+def test_choices_are_found_again_in_their_mode(mode: RunMode) -> None:
+    space = build_space(make_layers(3), run_modes=ALL_MODES)
+    choices = space.choices_of_classes(["h.0", "h.1"], [OpClass.MATMUL])
+    assignment = space.assignment_of(choices, mode)
+    assert assignment is not None and space.mode_in(assignment) is mode
+    policy = space.policy_for(assignment)
+    assert policy == space.policy_of(choices, mode)
+    assert space.mode_of(policy) is mode
+    assert space.choices_of(policy) == choices
+    assert assignment["activation_memory_budget"] == 0
+
+
+def test_what_means_nothing_is_zero() -> None:
+    space = build_space(make_layers(3), run_modes=ALL_MODES)
+    ones = dict.fromkeys((d.name for d in space.decisions), 1)
+    for index, mode in enumerate(ALL_MODES):
+        found = space.completed(ones | {"compile": index})
+        meant = {d.name for d in space.decisions_in(mode)} | {"compile"}
+        assert {name for name, value in found.items() if value} <= meant
+        assert all(found[name] == 1 for name in meant - {"compile"})
+        assert space.completed(found) == found
+
+
+def test_a_memory_budget_is_in_hundredths() -> None:
+    space = build_space(make_layers(3), run_modes=ALL_MODES)
+    found = {space.policy_for(space.budget_assignment(h)).key for h in range(101)}
+    assert len(found) == 101
+    assert space.policy_for(space.budget_assignment(100)).key == COMPILE_ALONE.key
+
+
+def test_where_a_mode_is_not_searched_nothing_stands_for_it() -> None:
+    space = build_space(make_layers(3), run_modes=ALL_MODES[1:])
+    assert space.assignment_of({}) is None
+    assert space.assignment_of({}, RunMode.COMPILE) is not None
+    assert {space.mode_in(a) for a in space.assignments()} == set(ALL_MODES[1:])
+    assert sum(1 for _ in space.assignments()) == space.size

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -17,6 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from sac_search.policy_runtime import checkpoint_layer, replace_class, restore_layer
 
 LAYERS: dict[str, int] = {}
+COMPILE: dict[str, Any] | None = None
+MEMORY_BUDGET = 1.0
 META: dict[str, Any] = {"study_name": "", "environment": {"torch_version": torch.__version__}}
 _CONTEXT_FNS: tuple[Callable[[], Any] | None, ...] = ()
 
@@ -33,6 +36,8 @@ _ENABLERS = (
 )
 # What torch.utils.checkpoint.checkpoint takes for itself.
 _OPTIONS = frozenset(("preserve_rng_state", "determinism_check", "debug", "early_stop"))
+# The models that `apply` compiled, each with the memory budget and the call that it had before.
+_COMPILED = weakref.WeakKeyDictionary[torch.nn.Module, tuple[float, Any]]()
 # What to do when a model is checkpointed already.
 _WRAPPED = "leave CheckpointWrapper out, the policy takes its place."
 _SWITCHED_ON = (
@@ -41,8 +46,12 @@ _SWITCHED_ON = (
 )
 
 
-def apply(model: torch.nn.Module) -> torch.nn.Module:
+def apply(model: torch.nn.Module, compile: bool = True) -> torch.nn.Module:  # noqa: A002
     """Checkpoints the policy's layers of `model` and returns the model.
+
+    A policy that was found for a compiled model compiles it, too, by `model.compile(**COMPILE)`,
+    and sets torch's `activation_memory_budget` to MEMORY_BUDGET until `remove`; with
+    `compile=False` both are left to you. Other policies compile nothing.
 
     Parameter names, state-dict keys and `isinstance` answers stay as they are. Layers are found by
     their names, also behind the wrappers of torch.compile, DDP, FSDP and PEFT, whether these wrap
@@ -51,13 +60,14 @@ def apply(model: torch.nn.Module) -> torch.nn.Module:
 
     Raises:
         ValueError: the model lacks some of the layers, a name can mean several, or a layer is
-            checkpointed in another way or has a forward of its own. Nothing is changed then.
+            checkpointed in another way or has a forward of its own, or holds compiled code. Nothing
+            is changed then.
     """
-    _apply(model)
+    _apply(model, compile)
     return model
 
 
-def apply_hf(model: torch.nn.Module) -> torch.nn.Module:
+def apply_hf(model: torch.nn.Module, compile: bool = True) -> torch.nn.Module:  # noqa: A002
     """Is `apply` for Hugging Face models, PEFT around them or not: the policy stays the only one.
 
     From then on the model's `gradient_checkpointing_enable()` and its like, which Trainer and TRL
@@ -76,7 +86,7 @@ def apply_hf(model: torch.nn.Module) -> torch.nn.Module:
     ]
     if not owners:
         raise ValueError(f"{type(model).__name__} is no Hugging Face model: use apply(model)")
-    _apply(model)
+    _apply(model, compile)
     warned: list[bool] = []
     configs = []
     for owner in owners:
@@ -107,6 +117,7 @@ def remove(model: torch.nn.Module) -> torch.nn.Module:
     """
     for module in model.modules():
         restore_layer(module)
+        _undo_compile(module)
     return model
 
 
@@ -127,6 +138,7 @@ def wrap(module: torch.nn.Module, name: str) -> torch.nn.Module:
         layer = _unwrapped(module)[0]
         context_fn = _CONTEXT_FNS[LAYERS[found[0]]]
         _refuse_twice(module, {layer: _Found("", context_fn)})
+        _refuse_compiled({layer: _Found(found[0], context_fn)})
         checkpoint_layer(layer, context_fn)
         return module
     for whole in LAYERS:
@@ -155,6 +167,7 @@ def wrapper_fn_for(model: torch.nn.Module) -> Callable[[torch.nn.Module], torch.
     """
     layers = _find_layers(model)
     _refuse_twice(model, layers)
+    _refuse_compiled(layers)
 
     def wrapper_fn(module: torch.nn.Module) -> torch.nn.Module:
         if module not in layers:
@@ -203,16 +216,23 @@ def checkpoint_fn_for(model: torch.nn.Module) -> Callable[..., Any]:
     return checkpoint_fn
 
 
-def _apply(model: torch.nn.Module) -> None:
+def _apply(model: torch.nn.Module, compile: bool) -> None:  # noqa: A002
     layers = _find_layers(model)
     there = {
         module: type(module)._sac_checkpointed  # type: ignore[attr-defined]
         for module in model.modules()
         if hasattr(type(module), "_sac_checkpointed")
     }
-    if there == {layer: (checkpoint_layer, found.context_fn) for layer, found in layers.items()}:
-        return
+    if there != {layer: (checkpoint_layer, found.context_fn) for layer, found in layers.items()}:
+        _checkpoint(model, layers)
+    is_compiled = any(module in _COMPILED for module in model.modules())
+    if compile and COMPILE is not None and not is_compiled:
+        _compile(model, COMPILE)
+
+
+def _checkpoint(model: torch.nn.Module, layers: dict[torch.nn.Module, _Found]) -> None:
     _refuse_twice(model, layers)
+    _refuse_compiled(layers)
     _warn_of_device(model)
     done = []
     try:
@@ -223,6 +243,48 @@ def _apply(model: torch.nn.Module) -> None:
         for layer in done:
             restore_layer(layer)
         raise
+
+
+def _compile(model: torch.nn.Module, arguments: dict[str, Any]) -> None:
+    from torch._functorch import config
+
+    before = config.activation_memory_budget
+    _COMPILED[model] = (before, vars(model).get("_compiled_call_impl"))
+    _set_memory_budget(MEMORY_BUDGET)
+    model.compile(**arguments)
+
+
+def _undo_compile(module: torch.nn.Module) -> None:
+    if module not in _COMPILED:
+        return
+    memory_budget, call = _COMPILED.pop(module)
+    _set_memory_budget(memory_budget)
+    del module._compiled_call_impl
+    if call is not None:
+        module._compiled_call_impl = call
+
+
+def _set_memory_budget(memory_budget: float) -> None:
+    from torch._functorch import config
+
+    # It stays, since torch compiles when the model first runs. Graphs that were compiled before
+    # would be found again whatever this says, so they are dropped.
+    if config.activation_memory_budget != memory_budget:
+        config.activation_memory_budget = memory_budget
+        torch.compiler.reset()
+
+
+def _refuse_compiled(layers: dict[torch.nn.Module, _Found]) -> None:
+    """Raises where ops would have to be told apart in what is one piece of compiled code."""
+    for layer, found in layers.items():
+        for name, module in layer.named_modules():
+            is_compiled = vars(module).get("_compiled_call_impl") is not None
+            if found.context_fn and name and (is_compiled or "_orig_mod" in module._modules):
+                raise ValueError(
+                    f"{type(layer).__name__} {found.name} holds compiled code ({name}), whose ops "
+                    "no policy around it can tell apart. Apply the policy first, then compile the "
+                    "whole model."
+                )
 
 
 class _Found(NamedTuple):
@@ -379,7 +441,7 @@ def _warn_of_device(model: torch.nn.Module) -> None:
         if name != made_for["device_name"]:
             here = f"this is {name}"
     if here:
-        _warn(f"it was measured on {made_for['device_name']}, and {here}{_STILL_RIGHT}", 5)
+        _warn(f"it was measured on {made_for['device_name']}, and {here}{_STILL_RIGHT}", 6)
 
 
 def _warn(text: str, stacklevel: int) -> None:

@@ -12,9 +12,9 @@ import pprint
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sac_search import policy_runtime, records
+from sac_search import policy_runtime
 from sac_search.export import exported
-from sac_search.policy import Policy, Tier, describe_tier
+from sac_search.policy import Compiled, Policy, Tier, describe_tier, policy_document
 
 _USAGE = """
 In the training script, before torch.compile, DDP or fully_shard:
@@ -38,8 +38,7 @@ off; then, in
   torchtitan            {module}.apply(model)  # in parallelize_fn, in place of ac_config's
     layer by layer      def _wrap_block(self, module, *, base_fqn=None):
                             return {module}.wrap(module, base_fqn)
-  torch.compile         {module}.apply(model)
-                        model = torch.compile(model)
+  torch.compile         {compile}
   DDP                   {module}.apply(model)
                         model = DistributedDataParallel(model)
   FSDP2                 {module}.apply(model)  # then torch.compile, then
@@ -53,10 +52,20 @@ or by hand, layer by layer:
     out = checkpoint(layer, x, use_reentrant=False{context_fn})
 """
 
+_EAGER_USAGE = """{module}.apply(model)
+                        model = torch.compile(model)"""
+_COMPILED_USAGE = """{module}.apply(model)  # compiles it, too: call no torch.compile
+    compiled by you     {module}.apply(model, compile=False)"""
+
 _DATA = """
 
 # The layers that are checkpointed (fully qualified names), each with the index of its tier.
 LAYERS = {layers}
+
+# What apply(model) gives model.compile(), and torch's activation_memory_budget meanwhile; None
+# leaves compiling to others.
+COMPILE = {compile}
+MEMORY_BUDGET = {memory_budget}
 
 # Where these figures come from: environment, budget, evidence.
 META = {meta}
@@ -84,8 +93,11 @@ def render_module(
     meta: Mapping[str, Any],
     headline: Sequence[str],
     module_name: str = "policy",
+    compile_arguments: Mapping[str, Any] | None = None,
 ) -> str:
     """Returns the text of the module.
+
+    `compile_arguments` are those of `torch.compile`, for a policy that is compiled.
 
     `headline` are the lines of figures for its docstring; `meta` is plain data with at least
     `study_name` and `environment`.
@@ -96,9 +108,11 @@ def render_module(
     """
     if not policy.exportable:
         raise ValueError("this policy counts calls, so it is a reference and cannot be exported")
+    compiled = policy.compiled
+    arguments = None if compiled is None else dict(compile_arguments or {})
     tiers = policy.tiers or (Tier(),)
     layers = {choice.name: choice.tier for choice in policy.layers}
-    full_meta = {**meta, "policy": records.to_builtins(policy)}
+    full_meta = {**meta, "policy": policy_document(policy)}
     functions = "".join(
         _TIER_FUNCTIONS.format(
             suffix="" if index == 0 else f"_{index + 1}",
@@ -109,13 +123,21 @@ def render_module(
     )
     data = _DATA.format(
         layers=_literal(layers),
+        compile=_literal(arguments),
+        memory_budget=1.0 if compiled is None else compiled.memory_budget,
         meta=_literal(full_meta),
-        tiers="\n    " + "\n    ".join(_render_tier(tier) for tier in tiers) + "\n",
+        tiers="\n    " + "\n    ".join(_render_tier(tier, compiled) for tier in tiers) + "\n",
         functions=functions + _render_context_fns(tiers),
     )
     # By hand, too, a tier that saves nothing is plain checkpointing.
     context_fn = "" if tiers[0].is_plain else f", context_fn={module_name}.context_fn"
-    usage = _USAGE.format(module=module_name, context_fn=context_fn)
+    usage = _USAGE.format(
+        module=module_name,
+        context_fn=context_fn,
+        compile=(_COMPILED_USAGE if compiled is not None else _EAGER_USAGE).format(
+            module=module_name
+        ),
+    )
     text = (
         _docstring("\n".join(headline) + "\n" + usage) + _runtime_text() + data + _functions_text()
     )
@@ -126,7 +148,7 @@ def render_module(
 def _runtime_text() -> str:
     body = inspect.getsource(policy_runtime).split("from __future__ import annotations\n", 1)[1]
     for old, new in (
-        ("import functools\n", "import functools\nimport warnings\n"),
+        ("import functools\n", "import functools\nimport warnings\nimport weakref\n"),
         ("from typing import Any\n", "from typing import Any, NamedTuple\n"),
     ):
         assert old in body
@@ -138,8 +160,10 @@ def _functions_text() -> str:
     return inspect.getsource(exported).partition("\n\n# ---")[2].partition("\n\n")[2]
 
 
-def _render_tier(tier: Tier) -> str:
-    return f"SaveSet({_literal(list(tier.ops), indent=8)}, save_random={tier.save_random!r}),"
+def _render_tier(tier: Tier, compiled: Compiled | None) -> str:
+    prefer = "" if compiled is None else f", prefer={compiled.prefer!r}"
+    ops = _literal(list(tier.ops), indent=8)
+    return f"SaveSet({ops}, save_random={tier.save_random!r}{prefer}),"
 
 
 def _render_context_fns(tiers: Sequence[Tier]) -> str:

@@ -10,7 +10,7 @@ from sac_search import units
 from sac_search.frontier import Frontier, FrontierPoint
 from sac_search.records import Evidence, Outcome, Verification
 from sac_search.space import Granularity, label_of, saved_name, unsavable_ops
-from sac_search.study.baselines import FULL, NONE
+from sac_search.study.baselines import COMPILE, COMPILE_FULL, FULL, NONE
 from sac_search.study.candidate import Candidate
 from sac_search.study.result import SearchResult
 from sac_search.trace import LayerTrace
@@ -193,7 +193,7 @@ def headline(result: SearchResult) -> list[str]:
         f"{best.policy.describe()}: {units.format_seconds(best.step_seconds)} per step, "
         f"peak {peak} of {budget}."
     ]
-    lines += [line for line in (_against(result, FULL), _against(result, NONE)) if line]
+    lines += [line for name in (FULL, NONE, COMPILE) if (line := _against(result, name))]
     bound = _against_bound(result)
     if bound:
         lines.append(bound)
@@ -248,7 +248,7 @@ def _middle_gib(low_bytes: int, high_bytes: int) -> str:
 
 
 def _against(result: SearchResult, name: str) -> str:
-    other = result.full if name == FULL else result.none
+    other = {FULL: result.full, NONE: result.none, COMPILE: result.compile_alone}[name]
     best = result.best
     if other is None or not other.step_seconds or best is None or best.step_seconds is None:
         return ""
@@ -257,7 +257,7 @@ def _against(result: SearchResult, name: str) -> str:
         return ""
     change = units.format_percent(best.step_seconds / other.step_seconds - 1)
     saved = units.format_percent(best.measurement.peak_bytes / other.measurement.peak_bytes - 1)
-    what = "full checkpointing" if name == FULL else "no checkpointing"
+    what = _REFERENCES[name]
     return f"Against {what}: step time {change}, peak {saved}."
 
 
@@ -275,6 +275,7 @@ def closing_lines(result: SearchResult) -> list[str]:
         f"{result.stop_reason}.",
         f"Clock: {_CLOCKS[result.environment.clock]}.",
     ]
+    lines += _compile_lines(result)
     lines += _failure_lines(result)
     lines += _memory_lines(result)
     lines += [f"Rejected: {reason}" for reason in result.rejected]
@@ -289,6 +290,25 @@ def _failure_lines(result: SearchResult) -> list[str]:
     counts = collections.Counter(failure.kind for failure in failures)
     advice = {failure.kind: failure.advice for failure in failures}
     return [f"Failed, {kind}: {count}. {advice[kind]}" for kind, count in counts.most_common()]
+
+
+def _compile_lines(result: SearchResult) -> list[str]:
+    """Returns what compiling took, and what was compiled when nothing should have been."""
+    found = [(c, c.measurement) for c in result.candidates if c.measurement is not None]
+    seconds = [m.compile_seconds for _, m in found if m.compile_seconds is not None]
+    if not seconds:
+        return []
+    line = (
+        f"Compiling took {units.format_duration(sum(seconds))} for {len(seconds)} policies, "
+        f"{units.format_duration(max(seconds))} at the most; no step's time has any of it."
+    )
+    again = [(c.name, m.recompiles) for c, m in found if m.recompiles]
+    lines = [
+        f"{name} was compiled once more while its steps were timed ({'; '.join(reasons)}); those "
+        "steps were run again."
+        for name, reasons in again
+    ]
+    return [line, *lines]
 
 
 def _memory_lines(result: SearchResult) -> list[str]:
@@ -327,9 +347,11 @@ def _file_lines(result: SearchResult) -> list[str]:
     if result.folder is None or result.best is None:
         return []
     policy_path = result.folder / "policy.py"
+    instead = " in place of torch.compile" if result.best.policy.compiled is not None else ""
     return [
         f"Files: {policy_path}, {result.folder / 'result.json'}, {result.folder / 'study.db'}",
-        f"Next: copy {policy_path} beside your training script; import policy; policy.apply(model)",
+        f"Next: copy {policy_path} beside your training script; import policy; "
+        f"policy.apply(model){instead}",
     ]
 
 
@@ -337,6 +359,12 @@ def _file_lines(result: SearchResult) -> list[str]:
 _FRAGMENTED_FRACTION = 0.15
 _FRAGMENTED_BYTES = 256 * 2**20
 
+_REFERENCES = {
+    NONE: "no checkpointing",
+    FULL: "full checkpointing",
+    COMPILE: "compile alone",
+    COMPILE_FULL: "compile with full checkpointing",
+}
 _CLOCKS = {
     "cpu": "processor time of one process (--clock wall for elapsed time)",
     "wall": "elapsed time",
@@ -390,7 +418,7 @@ def verification_line(result: SearchResult) -> str:
 
 def describe_verification(verification: Verification) -> str:
     """Returns a verification in a sentence or two."""
-    what = "no checkpointing" if verification.reference == NONE else "full checkpointing"
+    what = _REFERENCES.get(verification.reference, verification.reference)
     if verification.bitwise:
         line = f"Loss and every gradient are bitwise those of {what}."
     elif not verification.passed:

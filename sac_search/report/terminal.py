@@ -187,4 +187,6 @@ def _candidate_line(candidate: Candidate, budget_bytes: int, better: bool) -> st
     peak = units.format_gib(candidate.measurement.peak_bytes)
     verdict = "fits" if candidate.fits(budget_bytes) else "over"
     line = f"  {name} {step:>10}  {peak:>11}  {verdict}"
+    if candidate.measurement.compile_seconds is not None:
+        line += f"  (compiled in {units.format_duration(candidate.measurement.compile_seconds)})"
     return line + ("  * best so far" if better and not candidate.is_baseline else "")

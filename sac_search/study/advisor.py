@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Container, Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from sac_search.cost_model import CostModel, Observation, PeakModel, PeakObserva
 from sac_search.planner import solve, solve_greedily
 from sac_search.planning import DryRun, PlannedPolicy, PolicyPlanner
 from sac_search.profile import Profile
-from sac_search.space import Assignment, Choices, SearchSpace
+from sac_search.space import Assignment, Choices, RunMode, SearchSpace
 from sac_search.study.candidate import Candidate
 from sac_search.study.neighbours import all_neighbours
 
@@ -33,7 +34,11 @@ _MOST_NEIGHBOURS = 12
 
 
 class Advisor:
-    """What is believed of one workload's costs, and the planner that solves for them."""
+    """What is believed of one workload's costs, and the planner that solves for them.
+
+    In one mode: what runs compiled has other costs than what runs eagerly. Dry runs are eager; the
+    peaks of a compiled step are held against those of the same choices.
+    """
 
     def __init__(
         self,
@@ -43,18 +48,24 @@ class Advisor:
         dry_run: DryRun,
         budget_bytes: int,
         greedy: bool = False,
+        mode: RunMode = RunMode.EAGER,
     ) -> None:
         self._space = space
+        self._mode = mode
         self._profile = profile
         self._budget_bytes = budget_bytes
+        if mode is not RunMode.EAGER:  # the policy is asked when the graph is made, not in a step
+            profile = self._profile = replace(profile, policy_call_seconds=0.0)
         solver = solve_greedily if greedy else solve
         self._planner = PolicyPlanner(profile, space, dry_run, solver=solver)
         self.learn([])
 
     def learn(self, candidates: Iterable[Candidate]) -> None:
-        """Makes `candidates` all that is known."""
+        """Makes `candidates` all that is known; those of other modes are left out."""
         steps, peaks = [], []
         for candidate in candidates:
+            if self._space.mode_of(candidate.policy) is not self._mode:
+                continue
             measurement = candidate.measurement
             choices = self._space.choices_of(candidate.policy)
             if measurement is None or candidate.step_seconds is None or choices is None:
@@ -67,6 +78,8 @@ class Advisor:
             )
             steps.append(observation)
             forecast_bytes = candidate.outcome.forecast_peak_bytes
+            if self._mode is not RunMode.EAGER:
+                forecast_bytes = self._planner.peak_bytes(choices)
             if forecast_bytes is not None:
                 peak = PeakObservation(
                     forecast_bytes=forecast_bytes, measured_bytes=measurement.peak_bytes
@@ -107,8 +120,8 @@ class Advisor:
                 limit = self._peaks.highest_forecast(self._budget_bytes, generator, spread)
                 limit = round(limit * generator.uniform(_SMALLEST_DRAWN_BUDGET, 1.0))
             planned = self._planner.plan(limit, prices, dry_runs=_DRY_RUNS)
-            if planned is not None and planned.policy.key not in known:
-                return self._space.assignment_of(planned.choices)
+            if planned is not None and self._key(planned.choices) not in known:
+                return self._space.assignment_of(planned.choices, self._mode)
         return self._near(best, known)
 
     def _near(self, best: Sequence[Assignment], known: Container[str]) -> Assignment | None:
@@ -125,7 +138,7 @@ class Advisor:
             most_kept = planner.kept_bytes(before) + max(0, limit - peak_bytes)
             for assignment in all_neighbours(self._space, start):
                 choices = self._space.choices_for(assignment)
-                key = self._space.policy_of(choices).key
+                key = self._key(choices)
                 if choices and key not in known and planner.kept_bytes(choices) <= most_kept:
                     found.setdefault(key, (planner.overhead_of(choices, prices), assignment))
         promising = sorted(found.values(), key=lambda pair: pair[0])[:_MOST_NEIGHBOURS]
@@ -134,6 +147,9 @@ class Advisor:
             if peak_bytes is not None and peak_bytes <= limit:
                 return assignment
         return None
+
+    def _key(self, choices: Choices) -> str:
+        return self._space.policy_of(choices, self._mode).key
 
     def bound_seconds(self) -> float | None:
         """Returns overhead seconds that no policy of this form can go under, by likely costs."""

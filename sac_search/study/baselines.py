@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sac_search.opclasses import OpClass, packets_of
-from sac_search.policy import Policy, Tier, checkpoint_layers
-from sac_search.space import Assignment, SearchSpace, unsavable_ops
+from sac_search.policy import NO_CHECKPOINTING, Policy, Tier, checkpoint_layers
+from sac_search.space import Assignment, RunMode, SearchSpace, unsavable_ops
 
 NONE = "none"
 FULL = "full"
@@ -17,6 +17,8 @@ SAVE_MATMUL = "save matmul"
 SAVE_DEAR = "save matmul + attention + convolution"
 TORCHTITAN = "torchtitan rule"
 SAVE_ATTENTION = "save attention"
+COMPILE = "compile"
+COMPILE_FULL = "compile, full"
 
 BASELINE_NAMES = (
     NONE,
@@ -28,6 +30,7 @@ BASELINE_NAMES = (
     TORCHTITAN,
     SAVE_ATTENTION,
 )
+COMPILED_NAMES = (COMPILE, COMPILE_FULL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,11 +50,31 @@ def baselines(space: SearchSpace) -> list[Baseline]:
 
     No checkpointing; full checkpointing of all layers and of every second one; the ladder
     (recompute everything through a policy, save matmuls, save attention and convolutions too);
-    torchtitan's selective rule (every second matmul, attention, `max`); attention alone.
+    torchtitan's selective rule (every second matmul, attention, `max`); attention alone. Where the
+    model may be compiled, that alone, and with full checkpointing; where it has to be, only no and
+    full checkpointing are left of the others, to compare with.
     """
     names = [layer.name for layer in space.layers]
+    found = _eager_baselines(space, names)
+    if RunMode.EAGER not in space.run_modes:
+        found = [
+            Baseline(name=NONE, policy=NO_CHECKPOINTING, assignment=None),
+            Baseline(name=FULL, policy=checkpoint_layers(names), assignment=None),
+        ]
+    if RunMode.COMPILE in space.run_modes:
+        found += [
+            _ladder(space, COMPILE, [], [], RunMode.COMPILE),
+            _ladder(space, COMPILE_FULL, names, [], RunMode.COMPILE),
+        ]
+    unique: dict[str, Baseline] = {}
+    for baseline in found:
+        unique.setdefault(baseline.policy.key, baseline)
+    return list(unique.values())
+
+
+def _eager_baselines(space: SearchSpace, names: Sequence[str]) -> list[Baseline]:
     dear = [OpClass.MATMUL, OpClass.SCALED_MM, OpClass.ATTENTION, OpClass.CONVOLUTION]
-    found = [
+    return [
         _ladder(space, NONE, [], []),
         _ladder(space, FULL, names, []),
         _ladder(space, EVERY_SECOND, names[::2], []),
@@ -69,19 +92,21 @@ def baselines(space: SearchSpace) -> list[Baseline]:
         ),
         _ladder(space, SAVE_ATTENTION, names, [OpClass.ATTENTION]),
     ]
-    unique: dict[str, Baseline] = {}
-    for baseline in found:
-        unique.setdefault(baseline.policy.key, baseline)
-    return list(unique.values())
 
 
 def _ladder(
-    space: SearchSpace, name: str, layers: Sequence[str], classes: Sequence[OpClass]
+    space: SearchSpace,
+    name: str,
+    layers: Sequence[str],
+    classes: Sequence[OpClass],
+    mode: RunMode = RunMode.EAGER,
 ) -> Baseline:
     """Returns the baseline that checkpoints `layers` and saves these op classes in each."""
     choices = space.choices_of_classes(layers, classes)
     return Baseline(
-        name=name, policy=space.policy_of(choices), assignment=space.assignment_of(choices)
+        name=name,
+        policy=space.policy_of(choices, mode),
+        assignment=space.assignment_of(choices, mode),
     )
 
 

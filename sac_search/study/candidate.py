@@ -26,6 +26,8 @@ class Candidate:
     """Whether it is one of the policies that people use today."""
     imported_from: str | None = None
     """The study that measured it, when that is another one of the same environment."""
+    is_reference: bool = False
+    """Whether it is only there to compare with: eager, where the model has to be compiled."""
 
     @property
     def measurement(self) -> Measurement | None:
@@ -78,7 +80,9 @@ def rank(candidates: Iterable[Candidate], budget_bytes: int) -> list[Candidate]:
     Faster is better. Of those that are within the noise of the fastest, the one with the lower peak
     comes first, and of equal peaks the simpler policy.
     """
-    fitting = [c for c in candidates if c.fits(budget_bytes) and c.policy.exportable]
+    fitting = [
+        c for c in candidates if c.fits(budget_bytes) and c.policy.exportable and not c.is_reference
+    ]
     ranked: list[Candidate] = []
     while fitting:
         fastest = min(fitting, key=_seconds)

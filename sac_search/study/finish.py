@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from sac_search.records import Evidence, Verification
+from sac_search.records import Evidence, Failure, Verification
 from sac_search.study.baselines import FULL, NONE
 from sac_search.study.candidate import Candidate, rank
 from sac_search.study.measurer import Measurer
@@ -98,26 +98,47 @@ def choose_winner(
     The study remembers it.
     """
     rejected: list[str] = []
-    known = {entry.key: entry.verification for entry in store.verified}
     for candidate in ranked:
-        verification = known.get(candidate.policy.key)
-        if verification is None:
-            verdict = measurer.verify(candidate.policy)
-            on_verdict(candidate, verdict)
-            verification = verdict.verification
-            if verification is None:
-                assert verdict.failure is not None
-                rejected.append(f"{candidate.name}: {verdict.failure.kind}")
-                continue
-            verification = _finite(verification)
-            entry = Verified(key=candidate.policy.key, verification=verification)
-            store.write("verified", [*store.verified, entry])
+        verification = verified(store, measurer, candidate, on_verdict)
+        if isinstance(verification, Failure):
+            rejected.append(f"{candidate.name}: {verification.kind}")
+            continue
         if verification.passed:
             store.write("winner", candidate.policy.key)
             return Winner(best=candidate, verification=verification, rejected=tuple(rejected))
-        rejected.append(_describe_rejected(candidate, verification))
+        rejected.append(describe_rejected(candidate, verification))
     store.write("winner", None)
     return Winner(best=None, verification=None, rejected=tuple(rejected))
+
+
+def verified(
+    store: StudyStore,
+    measurer: Measurer,
+    candidate: Candidate,
+    on_verdict: Callable[[Candidate, Verdict], None] = lambda candidate, verdict: None,
+) -> Verification | Failure:
+    """Returns the verification of a candidate, which the study keeps, or why its step did not run.
+
+    Verified once and for all; `on_verdict` is told of a new one.
+    """
+    for entry in store.verified:
+        if entry.key == candidate.policy.key:
+            return entry.verification
+    verdict = measurer.verify(candidate.policy)
+    on_verdict(candidate, verdict)
+    if verdict.verification is None:
+        assert verdict.failure is not None
+        return verdict.failure
+    verification = _finite(verdict.verification)
+    entry = Verified(key=candidate.policy.key, verification=verification)
+    store.write("verified", [*store.verified, entry])
+    return verification
+
+
+def known_as_wrong(store: StudyStore, candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Returns those of `candidates` that were verified before and did not pass."""
+    wrong = {entry.key for entry in store.verified if not entry.verification.passed}
+    return [candidate for candidate in candidates if candidate.policy.key in wrong]
 
 
 def stored_winner(store: StudyStore) -> Winner:
@@ -129,7 +150,7 @@ def stored_winner(store: StudyStore) -> Winner:
         if candidate.policy.key == store.winner:
             best = candidate
         elif verification is not None and not verification.passed:
-            rejected.append(_describe_rejected(candidate, verification))
+            rejected.append(describe_rejected(candidate, verification))
     return Winner(
         best=best,
         verification=verified.get(best.policy.key) if best is not None else None,
@@ -137,7 +158,8 @@ def stored_winner(store: StudyStore) -> Winner:
     )
 
 
-def _describe_rejected(candidate: Candidate, verification: Verification) -> str:
+def describe_rejected(candidate: Candidate, verification: Verification) -> str:
+    """Returns why a candidate is not to be used, in a sentence."""
     text = (
         f"{candidate.name}: wrong gradients, {verification.worst_parameter} off by "
         f"{verification.worst_gradient_difference:.1e}"

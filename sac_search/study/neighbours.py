@@ -13,10 +13,13 @@ _ATTEMPTS_PER_WIDTH = 60
 
 
 def all_neighbours(space: SearchSpace, start: Assignment) -> Iterator[Assignment]:
-    """Yields the assignments in which one decision is another, a count by one or two."""
-    for decision in space.decisions:
+    """Yields the assignments in which one decision is another, a count by one or two.
+
+    The model runs as it does at the start.
+    """
+    for decision in space.decisions_in(space.mode_in(start)):
         value = start[decision.name]
-        if decision.type is DecisionType.COUNT:
+        if decision.type in (DecisionType.COUNT, DecisionType.PART):
             values = {value + step for step in (-2, -1, 1, 2)}
         else:
             values = set(range(decision.highest + 1)) - {value}
@@ -41,6 +44,7 @@ def neighbour(
         width = min(len(decisions), 1 + attempt // _ATTEMPTS_PER_WIDTH)
         for decision in generator.sample(decisions, width):
             assignment[decision.name] = generator.randint(0, decision.highest)
+        assignment = dict(space.completed(assignment))
         if space.policy_for(assignment).key not in known:
             return assignment
     return None

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from sac_search import records
-from sac_search.policy import Policy
+from sac_search.compiling import CompileOptions
+from sac_search.policy import Policy, policy_document
 from sac_search.records import SCHEMA_VERSION, Environment, Evidence, Phase, Verification
-from sac_search.study.baselines import FULL, NONE
+from sac_search.study.baselines import COMPILE, FULL, NONE
 from sac_search.study.candidate import Candidate
 from sac_search.trace import LayerTrace
 
@@ -49,6 +50,8 @@ class SearchResult:
     """Sentences that the user should read."""
     interrupted: bool = False
     """Whether the user stopped it."""
+    compile_options: CompileOptions | None = None
+    """How what is compiled is compiled; None where nothing is."""
 
     @property
     def policy(self) -> Policy:
@@ -72,9 +75,14 @@ class SearchResult:
         return find_candidate(self.candidates, FULL)
 
     @property
+    def compile_alone(self) -> Candidate | None:
+        """The compiled step without checkpointing; None where nothing is compiled."""
+        return find_candidate(self.candidates, COMPILE)
+
+    @property
     def needs_no_checkpointing(self) -> bool:
-        """Whether the step fits the budget as it is."""
-        return self.best is not None and not self.best.policy.layers
+        """Whether the step fits the budget as it is, and nothing makes it faster."""
+        return self.best is not None and self.best.policy.changes_nothing
 
     @property
     def lower_bound_seconds(self) -> float | None:
@@ -160,7 +168,7 @@ def _entry(candidate: Candidate, budget_bytes: int) -> dict[str, Any]:
         state, reason = "over budget", None
     return {
         "name": candidate.name,
-        "policy": records.to_builtins(candidate.policy),
+        "policy": policy_document(candidate.policy),
         "state": state,
         "reason": reason,
         "step_seconds": candidate.step_seconds,

@@ -9,10 +9,15 @@ from typing import Any
 
 import numpy as np
 import optuna
-from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
+from optuna.distributions import (
+    BaseDistribution,
+    CategoricalDistribution,
+    FloatDistribution,
+    IntDistribution,
+)
 from optuna.trial import FrozenTrial
 
-from sac_search.space import Assignment, Decision, DecisionType
+from sac_search.space import Assignment, Decision, DecisionType, SearchSpace
 
 Propose = Callable[[np.random.Generator], Assignment | None]
 
@@ -44,6 +49,7 @@ class PlannerSampler(optuna.samplers.BaseSampler):
     """
 
     def __init__(self, decisions: Sequence[Decision], propose: Propose, seed: int) -> None:
+        self._decisions = {d.name: d for d in decisions}
         self._distributions = {d.name: distribution_of(d) for d in decisions}
         self._propose = propose
         self._generator = np.random.default_rng(seed)
@@ -76,7 +82,7 @@ class PlannerSampler(optuna.samplers.BaseSampler):
             name: (
                 self.sample_independent(study, trial, name, distribution)
                 if assignment is None
-                else distribution.to_external_repr(assignment[name])
+                else _parameter_of(self._decisions[name], assignment[name])
             )
             for name, distribution in search_space.items()
         }
@@ -121,23 +127,70 @@ def make_sampler(
 
 
 def distribution_of(decision: Decision) -> BaseDistribution:
-    """Returns where Optuna draws a decision from: yes and no, a whole number, or a layer's tier."""
+    """Returns where Optuna draws a decision from.
+
+    Yes and no, a whole number, a layer's tier, the name of a mode, or a part of one in hundredths.
+    """
     if decision.type is DecisionType.COUNT:
         return IntDistribution(0, decision.highest)
+    if decision.type is DecisionType.PART:
+        return FloatDistribution(0.0, 1.0, step=1 / decision.highest)
+    if decision.type is DecisionType.MODE:
+        return CategoricalDistribution(decision.names)
     if decision.highest == 1:
         return CategoricalDistribution([False, True])
     return CategoricalDistribution(list(range(decision.highest + 1)))
 
 
 def parameters_of(decisions: Sequence[Decision], assignment: Assignment) -> dict[str, Any]:
-    """Returns an assignment as Optuna's parameters."""
-    return {d.name: distribution_of(d).to_external_repr(assignment[d.name]) for d in decisions}
+    """Returns what an assignment says of these decisions as Optuna's parameters."""
+    return {d.name: _parameter_of(d, assignment[d.name]) for d in decisions}
+
+
+def assignment_in(space: SearchSpace, trial: FrozenTrial) -> Assignment | None:
+    """Returns the assignment that a trial's parameters stand for, or None if they are another's."""
+    known = {decision.name: decision for decision in space.decisions}
+    if not trial.params.keys() <= known.keys():
+        return None
+    try:
+        values = {name: _value_of(known[name], value) for name, value in trial.params.items()}
+    except ValueError:
+        return None
+    assignment = space.completed(values)
+    names = {decision.name for decision in space.decisions_for(assignment)}
+    return assignment if trial.params.keys() == names else None
+
+
+def suggest_assignment(trial: optuna.Trial, space: SearchSpace) -> Assignment:
+    """Returns the trial's assignment; only what means something is asked of the sampler."""
+    modes = [d for d in space.decisions if d.type is DecisionType.MODE]
+    values = {decision.name: suggest(trial, decision) for decision in modes}
+    for decision in space.decisions_in(space.mode_in(values)):
+        values[decision.name] = suggest(trial, decision)
+    return space.completed(values)
+
+
+def _parameter_of(decision: Decision, value: int) -> Any:
+    if decision.type is DecisionType.PART:
+        return value / decision.highest
+    return distribution_of(decision).to_external_repr(value)
+
+
+def _value_of(decision: Decision, parameter: Any) -> int:
+    if decision.type is DecisionType.PART:
+        return round(float(parameter) * decision.highest)
+    return decision.names.index(parameter) if decision.names else int(parameter)
 
 
 def suggest(trial: optuna.Trial, decision: Decision) -> int:
     """Returns the trial's value of a decision."""
     distribution = distribution_of(decision)
+    if isinstance(distribution, FloatDistribution):
+        part = trial.suggest_float(
+            decision.name, distribution.low, distribution.high, step=distribution.step
+        )
+        return _value_of(decision, part)
     if isinstance(distribution, IntDistribution):
         return trial.suggest_int(decision.name, distribution.low, distribution.high)
     assert isinstance(distribution, CategoricalDistribution)
-    return int(trial.suggest_categorical(decision.name, distribution.choices))  # type: ignore[arg-type]
+    return _value_of(decision, trial.suggest_categorical(decision.name, distribution.choices))

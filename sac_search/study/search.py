@@ -7,7 +7,7 @@ import itertools
 import random
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
@@ -17,14 +17,30 @@ import optuna
 from sac_search import interrupts, records, units
 from sac_search.failures import make_failure
 from sac_search.policy import Policy, checkpoint_layers
-from sac_search.records import FailureKind, Outcome
-from sac_search.space import Assignment, Choices, SearchSpace
+from sac_search.profile import Profile
+from sac_search.records import Failure, FailureKind, Outcome
+from sac_search.space import Assignment, Choices, RunMode, SearchSpace
 from sac_search.study.advisor import Advisor
 from sac_search.study.baselines import FULL, NONE, RECOMPUTE_ALL, Baseline, baselines
 from sac_search.study.candidate import Candidate, drift_free_seconds, rank
+from sac_search.study.finish import describe_rejected, known_as_wrong, verified
 from sac_search.study.measurer import Measurer, dry_runs, profile_of
 from sac_search.study.neighbours import neighbour
-from sac_search.study.sampler import SamplerName, make_sampler, parameters_of, suggest
+from sac_search.study.running import (
+    COMPILED_PLAN_FRACTIONS,
+    FIRST_BUDGETS,
+    compile_failure,
+    mode_weights,
+    next_budget,
+    next_preference,
+)
+from sac_search.study.sampler import (
+    SamplerName,
+    assignment_in,
+    make_sampler,
+    parameters_of,
+    suggest_assignment,
+)
 from sac_search.study.stopping import WINDOW, has_converged
 from sac_search.study.store import CONSTRAINT, StudyStore, name_of_trial, storage_errors_named
 
@@ -86,7 +102,8 @@ class Search:
     _deadline: float | None = None
     _known: dict[str, Candidate] = field(default_factory=dict)
     _asked: dict[str, Assignment] = field(default_factory=dict)
-    _advisor: Advisor | None = None
+    _profile: Profile | None = None
+    _advisors: dict[RunMode, Advisor] = field(default_factory=dict)
     _cannot_plan: bool = False
     _has_news: bool = False
     _listed: dict[str, Assignment] = field(default_factory=dict)
@@ -98,6 +115,9 @@ class Search:
 
     def __post_init__(self) -> None:
         self.store.keep_decisions(self.space.decisions)
+        if RunMode.EAGER not in self.space.run_modes:
+            self.store.write("is_compiled_only", True)
+            self.store.__dict__.pop("is_compiled_only", None)
         self._known = {c.policy.key: c for c in self.store.candidates()}
         self._asked = self._assignments_asked()
         if self.space.size <= _LISTABLE_SIZE:
@@ -126,6 +146,8 @@ class Search:
         """
         if not self.settings.sampler.plans or self.store.has_plans:
             return
+        if RunMode.EAGER not in self.space.run_modes:
+            return
         if self._ready_advisor() is None:
             return
         for baseline in baselines(self.space):
@@ -148,10 +170,50 @@ class Search:
             self._measure_plan("layer subset", subset)
         self.store.write("has_plans", True)
 
-    def _measure_plan(self, name: str, choices: Choices) -> None:
-        assignment = self.space.assignment_of(choices)
-        if assignment is not None and self.space.policy_of(choices).key not in self._known:
+    def _measure_plan(self, name: str, choices: Choices, mode: RunMode = RunMode.EAGER) -> None:
+        assignment = self.space.assignment_of(choices, mode)
+        if assignment is not None and self.space.policy_of(choices, mode).key not in self._known:
             self._measure_enqueued(assignment, {"plan": name})
+
+    def measure_compiled_plans(self) -> None:
+        """Measures the first compiled policies: plans, and torch's memory budget at a few values.
+
+        The best of those budgets is verified at once: if torch gets gradients wrong under it, no
+        more of them are tried.
+        """
+        modes, plans = self.space.run_modes, self.settings.sampler.plans
+        if RunMode.COMPILE not in modes or not plans or self.store.has_compiled_plans:
+            return
+        if compile_failure(self._known.values()) is not None:
+            return
+        for fraction in COMPILED_PLAN_FRACTIONS:
+            advisor = self._ready_advisor(RunMode.COMPILE)
+            if self._is_out_of_time():
+                return
+            planned = advisor.plan(fraction) if advisor is not None else None
+            if planned is not None and planned.choices:
+                name = f"compiled plan at {fraction:.0%}"
+                self._measure_plan(name, planned.choices, RunMode.COMPILE)
+        for hundredths in FIRST_BUDGETS if RunMode.BUDGET in modes else ():
+            assignment = self.space.budget_assignment(hundredths)
+            if self._is_out_of_time():
+                return
+            if self.space.policy_for(assignment).key not in self._known:
+                name = f"memory budget {hundredths / 100:.2f}"
+                self._measure_enqueued(assignment, {"plan": name})
+        self._verify_best_budget()
+        self.store.write("has_compiled_plans", True)
+
+    def _verify_best_budget(self) -> None:
+        budgets = [c for c in self._known.values() if self._mode_of(c) is RunMode.BUDGET]
+        for best in rank(budgets, self.store.budget_bytes)[:1]:
+            verification = verified(self.store, self.measurer, best)
+            if not isinstance(verification, Failure) and not verification.passed:
+                self.on_note(
+                    "torch's activation_memory_budget is wrong here (as in pytorch issues 190758 "
+                    "and 190717), so no more of it is tried: "
+                    f"{describe_rejected(best, verification)}"
+                )
 
     def measure_baselines(self, until: Callable[[list[Candidate]], None] = lambda _: None) -> None:
         """Measures the plans and every baseline, as far as time allows.
@@ -165,6 +227,7 @@ class Search:
             if not self._is_out_of_time():
                 self._measure_baseline(baseline)
                 until([c for c in self._known.values() if c.is_baseline])
+        self.measure_compiled_plans()
 
     def run(self) -> str:
         """Measures plans and baselines, and searches. Returns why it stopped."""
@@ -205,27 +268,29 @@ class Search:
 
     # --- planning ---------------------------------------------------------------------------------
 
-    def _ready_advisor(self) -> Advisor | None:
-        """Returns the advisor, who knows all that was measured; None without forecasts."""
-        if self._advisor is None and not self._cannot_plan:
-            profile = profile_of(self.measurer, self.space)
-            self._cannot_plan = profile is None
-            if profile is None and self._has_forecasts():
+    def _ready_advisor(self, mode: RunMode = RunMode.EAGER) -> Advisor | None:
+        """Returns a mode's advisor, who knows all that was measured; None without forecasts."""
+        if self._profile is None and not self._cannot_plan:
+            self._profile = profile_of(self.measurer, self.space)
+            self._cannot_plan = self._profile is None
+            if self._cannot_plan and self._has_forecasts():
                 self.on_note(
                     "The layers could not be profiled, so that nothing is planned: a Gaussian "
                     "process proposes the trials."
                 )
-            if profile is not None:
-                self._advisor = Advisor(
-                    space=self.space,
-                    profile=profile,
-                    dry_run=dry_runs(self.measurer),
-                    budget_bytes=self.store.budget_bytes,
-                    greedy=self.settings.sampler is SamplerName.GREEDY,
-                )
-        if self._advisor is not None:
-            self._advisor.learn(self._known.values())
-        return self._advisor
+        if self._profile is None:
+            return None
+        if mode not in self._advisors:
+            self._advisors[mode] = Advisor(
+                space=self.space,
+                profile=self._profile,
+                dry_run=dry_runs(self.measurer),
+                budget_bytes=self.store.budget_bytes,
+                greedy=self.settings.sampler is SamplerName.GREEDY,
+                mode=mode,
+            )
+        self._advisors[mode].learn(self._known.values())
+        return self._advisors[mode]
 
     def _has_forecasts(self) -> bool:
         full = checkpoint_layers(layer.name for layer in self.space.layers)
@@ -233,19 +298,54 @@ class Search:
 
     def _advise(self, generator: np.random.Generator) -> Assignment | None:
         self._learn_from_others()
-        advisor = self._ready_advisor()
+        if self._ready_advisor(self.space.run_modes[0]) is None:
+            return None
+        others = self.store.claims()
+        taken = self._known.keys() | others
+        for mode in self._drawn_modes(generator):
+            found = self._advise_in(mode, taken, generator)
+            if found is not None:
+                return found
+        if not others:
+            self.store.write("is_exhausted", True)
+        return None
+
+    def _drawn_modes(self, generator: np.random.Generator) -> list[RunMode]:
+        """Returns the modes in the order in which to look for a proposal in them."""
+        if len(self.space.run_modes) == 1:
+            return list(self.space.run_modes)
+        candidates, budget_bytes = list(self._known.values()), self.store.budget_bytes
+        weights = mode_weights(self.space, candidates, budget_bytes)
+        budgets = [c for c in candidates if self._mode_of(c) is RunMode.BUDGET]
+        if known_as_wrong(self.store, budgets):
+            weights.pop(RunMode.BUDGET, None)
+        modes = list(weights)
+        # The place of the first of several exponential clocks: drawn without putting back.
+        times = generator.exponential(size=len(modes)) / np.array(list(weights.values()))
+        return [modes[index] for index in np.argsort(times)]
+
+    def _advise_in(
+        self, mode: RunMode, taken: Container[str], generator: np.random.Generator
+    ) -> Assignment | None:
+        candidates, budget_bytes = list(self._known.values()), self.store.budget_bytes
+        if mode is RunMode.BUDGET:
+            return next_budget(self.space, candidates, budget_bytes, taken)
+        if mode is RunMode.PREFER:
+            return next_preference(self.space, candidates, budget_bytes, taken)
+        advisor = self._ready_advisor(mode)
         if advisor is None:
             return None
-        best = rank(self._known.values(), self.store.budget_bytes)[:_BEST_TO_LOOK_AROUND]
+        alike = [c for c in candidates if self._mode_of(c) is mode]
+        best = rank(alike, budget_bytes)[:_BEST_TO_LOOK_AROUND]
         starts = [self._asked[c.policy.key] for c in best if c.policy.key in self._asked]
-        others = self.store.claims()
-        found = advisor.propose(self._known.keys() | others, generator, starts)
-        if found is None and not others:
-            self.store.write("is_exhausted", True)
-        return found
+        return advisor.propose(taken, generator, starts)
+
+    def _mode_of(self, candidate: Candidate) -> RunMode:
+        return self.space.mode_of(candidate.policy)
 
     def _write_bound(self) -> None:
-        if not self._has_news:
+        # The bound is of eager steps: compiled ones may well be faster.
+        if not self._has_news or len(self.space.run_modes) > 1:
             return
         advisor = self._ready_advisor()
         bound_seconds = None if advisor is None else advisor.bound_seconds()
@@ -253,6 +353,9 @@ class Search:
 
     def _measure(self, policy: Policy) -> Outcome:
         """Measures a policy, unless its forecast is over the budget beyond doubt."""
+        if policy.compiled is not None:
+            self._ruled_out = 0
+            return self.measurer.measure(policy)
         forecast = self.measurer.forecast(policy)
         if forecast.peak_bytes is None or forecast.peak_bytes <= self._highest_forecast():
             self._ruled_out = 0
@@ -298,7 +401,8 @@ class Search:
             trials = self.store.study.get_trials(deepcopy=False)
             if not any(_is_waiting(trial, attributes) for trial in trials):
                 self.store.study.enqueue_trial(
-                    parameters_of(self.space.decisions, assignment), user_attrs=attributes
+                    parameters_of(self.space.decisions_for(assignment), assignment),
+                    user_attrs=attributes,
                 )
         # Trials that an earlier run left in the queue come first.
         for _ in range(1 + len(trials)):
@@ -342,7 +446,7 @@ class Search:
 
     def _propose(self, trial: optuna.Trial) -> float:
         interrupts.raise_if_unseen()
-        assignment = {decision.name: suggest(trial, decision) for decision in self.space.decisions}
+        assignment = suggest_assignment(trial, self.space)
         policy = self.space.policy_for(assignment)
         self._asked[policy.key] = assignment
         self._claim(trial, policy)
@@ -472,6 +576,7 @@ class Search:
             outcome=outcome,
             step_seconds=drift_free_seconds(outcome, self.store.anchor_seconds or 1.0),
             is_baseline=is_baseline,
+            is_reference=self.store.is_compiled_only and policy.compiled is None,
         )
         self._known[policy.key] = candidate
         self._has_news = True
@@ -519,19 +624,16 @@ class Search:
             found = next(unmeasured, None)
         if found is None:
             return False
-        self.store.study.enqueue_trial(parameters_of(self.space.decisions, found))
+        self.store.study.enqueue_trial(parameters_of(self.space.decisions_for(found), found))
         self._repeats = 0
         return True
 
     def _assignments_asked(self) -> dict[str, Assignment]:
         """Returns the assignments of all trials so far, by the keys of their policies."""
-        names = {decision.name for decision in self.space.decisions}
         with storage_errors_named(self.store.path):
             trials = self.store.study.get_trials(deepcopy=False)
-        asked = (
-            {n: int(v) for n, v in t.params.items()} for t in trials if t.params.keys() == names
-        )
-        return {self.space.policy_for(assignment).key: assignment for assignment in asked}
+        asked = [assignment_in(self.space, trial) for trial in trials]
+        return {self.space.policy_for(a).key: a for a in asked if a is not None}
 
 
 class _GivenUp(Exception):

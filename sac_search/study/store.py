@@ -22,6 +22,7 @@ from optuna.distributions import BaseDistribution
 from optuna.trial import FrozenTrial, TrialState
 
 from sac_search import records, units
+from sac_search.compiling import CompileOptions
 from sac_search.errors import EnvironmentMismatch, StudyError, StudyFileError, StudyNotFound
 from sac_search.policy import Policy
 from sac_search.records import SCHEMA_VERSION, Bytes, Environment, Evidence, Outcome, Verification
@@ -183,8 +184,9 @@ class StudyStore:
             names = sorted(n for n in known | wanted if known.get(n) != wanted.get(n))
             raise StudyError(
                 f"study {self.name!r} searches other decisions ({', '.join(names[:3])}"
-                f"{', …' if len(names) > 3 else ''}): --granularity, --tiers, --layer-choice or "
-                "sac-search's release differs; add --fresh, or name another one with --study"
+                f"{', …' if len(names) > 3 else ''}): --granularity, --tiers, --layer-choice, "
+                "--compile or sac-search's release differs; add --fresh, or name another one with "
+                "--study"
             )
 
     def fail_abandoned_trials(self) -> None:
@@ -254,6 +256,21 @@ class StudyStore:
     def bound_overhead_seconds(self) -> float | None:
         """Step time above that of no checkpointing that no policy can go under, by the planner."""
         return self._optional("bound_overhead_seconds", float)
+
+    @functools.cached_property
+    def is_compiled_only(self) -> bool:
+        """Whether the model has to be compiled; eager policies are then there to compare with."""
+        return self._optional("is_compiled_only", bool) or False
+
+    @property
+    def compile_options(self) -> CompileOptions | None:
+        """How what is compiled is compiled; None where nothing is."""
+        return self._optional("compile_options", CompileOptions)
+
+    @property
+    def has_compiled_plans(self) -> bool:
+        """Whether the first compiled policies were measured."""
+        return self._optional("has_compiled_plans", bool) or False
 
     @property
     def is_exhausted(self) -> bool:
@@ -343,6 +360,7 @@ class StudyStore:
             ),
             is_baseline=is_baseline,
             imported_from=tried.imported_from,
+            is_reference=self.is_compiled_only and tried.policy.compiled is None,
         )
 
     def _attribute(self, name: str, value_type: type[T]) -> T:

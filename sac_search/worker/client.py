@@ -19,7 +19,7 @@ import msgspec
 from sac_search import errors
 from sac_search.failures import make_failure
 from sac_search.forecaster import ProfileRequest
-from sac_search.policy import Policy
+from sac_search.policy import COMPILE_ALONE, Policy
 from sac_search.profile import Profile
 from sac_search.records import Failure, FailureKind, Outcome
 from sac_search.worker.group import GroupWorker, current_group
@@ -33,6 +33,7 @@ from sac_search.worker.session import (
     Verdict,
 )
 
+_LONGEST_COMPILE_SECONDS = 1800.0
 # Without a profile nothing is planned, so one lost worker is not the end of it.
 _PROFILE_TRIES = 2
 
@@ -105,7 +106,7 @@ class WorkerClient:
         comparison = Comparison(policies=tuple(policies), steps=steps)
         try:
             outcomes: list[Outcome] = self._ask(
-                "compare", comparison, self._timeout(max(1, len(policies) * steps // 5))
+                "compare", comparison, self._timeout(max(1, len(policies) * steps // 5), *policies)
             )
         except WorkerLost:
             return [self.measure(policy) for policy in policies]
@@ -138,8 +139,13 @@ class WorkerClient:
     def try_module(self, path: Path) -> tuple[Verdict, Outcome]:
         """Verifies and measures an exported policy module, applied by its own code."""
         try:
-            verdict: Verdict = self._ask("verify_module", str(path), self._timeout(2))
-            outcome: Outcome = self._ask("measure_module", str(path), self._timeout(1))
+            # Whether the module compiles is not known here.
+            verdict: Verdict = self._ask(
+                "verify_module", str(path), self._timeout(2, COMPILE_ALONE, COMPILE_ALONE)
+            )
+            outcome: Outcome = self._ask(
+                "measure_module", str(path), self._timeout(1, COMPILE_ALONE)
+            )
         except WorkerLost as lost:
             return Verdict(failure=lost.failure), Outcome(failure=lost.failure)
         return verdict, outcome
@@ -155,7 +161,7 @@ class WorkerClient:
         self._begin_trial()
         started = time.monotonic()
         try:
-            outcome: Outcome = self._ask("run_steps", policy, self._timeout(1))
+            outcome: Outcome = self._ask("run_steps", policy, self._timeout(1, policy))
         except WorkerLost as lost:
             return Outcome(failure=lost.failure)
         # One that failed says nothing of how long the others take: it may have failed at once.
@@ -181,7 +187,7 @@ class WorkerClient:
 
     def _ask_verdict(self, method: str, policy: Policy) -> Verdict:
         try:
-            verdict: Verdict = self._ask(method, policy, self._timeout(2))
+            verdict: Verdict = self._ask(method, policy, self._timeout(2, policy, policy))
         except WorkerLost as lost:
             return Verdict(failure=lost.failure)
         return verdict
@@ -192,14 +198,16 @@ class WorkerClient:
             return None
         return max(300.0, 20 * self._load_seconds) * forecasts
 
-    def _timeout(self, measurements: int) -> float | None:
+    def _timeout(self, measurements: int, *policies: Policy) -> float | None:
         if self._trial_timeout_seconds is not None:
             return self._trial_timeout_seconds * measurements
+        # How long compiling takes has nothing to do with how long a step does.
+        compiling = _LONGEST_COMPILE_SECONDS * sum(p.compiled is not None for p in policies)
         if self._baseline_seconds is not None:
-            return max(60.0, 20 * self._baseline_seconds) * measurements
+            return max(60.0, 20 * self._baseline_seconds) * measurements + compiling
         # Loading and tracing ran a few steps as well.
         if self._load_seconds is not None:
-            return max(300.0, 20 * self._load_seconds) * measurements
+            return max(300.0, 20 * self._load_seconds) * measurements + compiling
         return None
 
     def _ask(self, method: str, argument: Any, timeout_seconds: float | None) -> Any:

@@ -120,6 +120,10 @@ def _combine_outcomes(outcomes: Sequence[Outcome]) -> Outcome:
             relative_seconds=slowest.relative_seconds,
             loss=measured[0].loss,
             alloc_retries=max(m.alloc_retries for m in measured),
+            compile_seconds=max(
+                (m.compile_seconds for m in measured if m.compile_seconds is not None), default=None
+            ),
+            recompiles=tuple(dict.fromkeys(reason for m in measured for reason in m.recompiles)),
             rank_peak_bytes=tuple(m.peak_bytes for m in measured),
         ),
         forecast_peak_bytes=max(known) if len(known) == len(forecasts) else None,

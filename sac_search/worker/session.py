@@ -16,14 +16,15 @@ from pathlib import Path
 import torch
 
 from sac_search import device as devices
-from sac_search.apply import PolicyModule, load_policy_module
+from sac_search.apply import PolicyModule, compiled_inside, load_policy_module
+from sac_search.compiling import CompileOptions, Compiler, compiled_by, is_compiled
 from sac_search.device import Clock, DeviceFigures
 from sac_search.errors import CannotForecast, NoPolicyFits, WorkloadError
 from sac_search.failures import failure_from
 from sac_search.forecaster import Forecaster, ProfileRequest
 from sac_search.layers import Layer, find_layers
 from sac_search.measure import StepMeter
-from sac_search.policy import NO_CHECKPOINTING, Policy, checkpoint_layers
+from sac_search.policy import NO_CHECKPOINTING, Compiled, Policy, checkpoint_layers
 from sac_search.profile import Profile
 from sac_search.ranks import (
     ALONE,
@@ -70,6 +71,8 @@ class SessionSettings:
     """Timed steps of each policy."""
     forecast_device: str | None = None
     """A device whose published rates price the step; nothing is run then."""
+    compile: CompileOptions | None = None
+    """How compiled policies are compiled; None where no policy is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,8 +136,15 @@ class Session:
         self._restore = restore
         self._diverged = False
         clock = settings.clock or devices.default_clock(device)
+        if settings.compile is not None:
+            refuse_own_compiling(workload.model)
         self._meter = StepMeter(
-            workload=workload, device=device, clock=clock, steps=settings.steps, peers=peers
+            workload=workload,
+            device=device,
+            clock=clock,
+            steps=settings.steps,
+            peers=peers,
+            compiler=Compiler(workload.bare_model, settings.compile or CompileOptions()),
         )
         refuse_own_checkpointing(workload.model)
         self._layers = self._find_layers()
@@ -146,7 +156,7 @@ class Session:
 
     def describe(self) -> Description:
         """Traces the layers. Returns what the parent needs to know."""
-        layers = trace_layers(self._workload, self._layers, self._device, self._meter.clock)
+        layers = self._trace()
         usable_bytes = devices.usable_bytes(self._device, self._resident_bytes)
         self._prepare_forecasts(layers)
         devices.free_cached_memory(self._device)
@@ -161,6 +171,8 @@ class Session:
     def measure(self, policy: Policy) -> Outcome:
         """Returns what `policy` costs, and its forecast."""
         outcome = self.run_steps(policy)
+        if policy.compiled is not None:
+            return outcome  # fake tensors do not tell what a compiled step needs
         return replace(outcome, forecast_peak_bytes=self.forecast(policy).peak_bytes)
 
     def run_steps(self, policy: Policy) -> Outcome:
@@ -188,6 +200,8 @@ class Session:
 
     def forecast(self, policy: Policy) -> ForecastPeak:
         """Returns the peak of allocated bytes that `policy` would have, without running it."""
+        if policy.compiled is not None:
+            return ForecastPeak(problem="a compiled step is not forecast")
         forecaster = self._ready_forecaster()
         if forecaster is None:
             return ForecastPeak(problem=self._forecast_problem or "")
@@ -217,10 +231,11 @@ class Session:
     def verify(self, policy: Policy | PolicyModule) -> Verdict:
         """Compares `policy` with no checkpointing, or with full if that is too big.
 
-        One of several ranks has a single try: what fails here may have run elsewhere.
+        What is compiled is compared with what is compiled, without checkpointing or with full. One
+        of several ranks has a single try: what fails here may have run elsewhere.
         """
         try:
-            return Verdict(verification=self._verify(policy, NO_CHECKPOINTING, "none"))
+            return Verdict(verification=self._verify(policy, NO_CHECKPOINTING))
         except Exception as error:
             failure = self._failure(error)
         if failure.kind not in OUT_OF_MEMORY or self._peers.size > 1:
@@ -230,7 +245,7 @@ class Session:
     def verify_with_full(self, policy: Policy | PolicyModule) -> Verdict:
         """Compares `policy` with full checkpointing."""
         try:
-            return Verdict(verification=self._verify(policy, self._full, "full"))
+            return Verdict(verification=self._verify(policy, self._full))
         except Exception as error:
             return Verdict(failure=self._failure(error))
 
@@ -273,8 +288,20 @@ class Session:
     def _reference(self) -> Policy:
         return self._full if self._reference_name == "full" else NO_CHECKPOINTING
 
-    def _verify(self, policy: Policy | PolicyModule, reference: Policy, name: str) -> Verification:
-        return verify_policy(self._workload, policy, reference, name, self._device, self._peers)
+    def _verify(self, policy: Policy | PolicyModule, reference: Policy) -> Verification:
+        name = "full" if reference.layers else "none"
+        if compiled_by(policy) is not None:
+            reference = replace(reference, compiled=Compiled())
+            name = "compile, full" if reference.layers else "compile"
+        return verify_policy(
+            self._workload,
+            policy,
+            reference,
+            name,
+            self._device,
+            self._peers,
+            self._meter.compiler,
+        )
 
     def _failure(self, error: Exception) -> Failure:
         failure = failure_from(error)
@@ -313,6 +340,16 @@ class Session:
             raise
         except Exception as error:
             raise step_error(error, "a forward pass without gradients") from error
+
+    def _trace(self) -> list[LayerTrace]:
+        layers = trace_layers(self._workload, self._layers, self._device, self._meter.clock)
+        modules = dict(self._workload.bare_model.named_modules())
+        return [
+            replace(la, ops=tuple(replace(op, compiled=True) for op in la.ops))
+            if compiled_inside(modules[la.name])
+            else la
+            for la in layers
+        ]
 
     def _run_first_step(self) -> str:
         try:
@@ -372,6 +409,15 @@ class Session:
 
     def _notes(self, usable_bytes: int) -> list[str]:
         notes = list(self._workload.notes)
+        modules = dict(self._workload.bare_model.named_modules())
+        holding = [la.name for la in self._layers if compiled_inside(modules[la.name])]
+        if holding:
+            notes.append(
+                f"{len(holding)} of the layers, {holding[0]} first, hold code that the workload "
+                "compiles, in which no policy sees an op: of them all or nothing is recomputed. "
+                "Compiled around the layers (--compile, and no torch.compile in the workload) "
+                "there is more to choose."
+            )
         if self._forecaster is None:
             notes.append(
                 f"No forecasts for this workload ({self._forecast_problem}); the search measures "
@@ -438,7 +484,7 @@ def environment_of(
         dtype=", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters})),
         batch_size=workload.batch_size,
         sequence_length=workload.sequence_length,
-        compile_settings=_compile_settings(workload.model),
+        compile_settings=_compile_settings(workload.model, settings.compile),
         allocator_settings=allocator_settings,
         precision_settings=_precision_settings(),
         threads=torch.get_num_threads(),
@@ -486,6 +532,15 @@ def refuse_own_checkpointing(model: torch.nn.Module) -> None:
             )
 
 
+def refuse_own_compiling(model: torch.nn.Module) -> None:
+    """Raises WorkloadError if the model, or a part of it, is compiled already."""
+    if is_compiled(model):
+        raise WorkloadError(
+            "the workload compiles its model by itself, so the search cannot: leave torch.compile "
+            "and model.compile() out of it, or search without --compile"
+        )
+
+
 def step_error(error: Exception, what: str) -> WorkloadError:
     """Returns an error that says what of the workload's own code failed, and why."""
     failure = failure_from(error)
@@ -493,9 +548,10 @@ def step_error(error: Exception, what: str) -> WorkloadError:
     return WorkloadError(message, user_traceback=format_user_traceback(error))
 
 
-def _compile_settings(model: torch.nn.Module) -> str:
-    compiled = [m for m in model.modules() if getattr(m, "_compiled_call_impl", None) is not None]
-    return "compiled by the workload" if compiled or hasattr(model, "_orig_mod") else "eager"
+def _compile_settings(model: torch.nn.Module, options: CompileOptions | None) -> str:
+    if options is not None:
+        return f"searched, with {options.describe()}"
+    return "compiled by the workload" if is_compiled(model) else "eager"
 
 
 def _precision_settings() -> str:

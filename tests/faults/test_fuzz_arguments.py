@@ -71,6 +71,7 @@ OPTIONS = {
         Option("--granularity", ["site", "class"], ["", "op"]),
         Option("--sampler", ["planner", "gp", "tpe", "random", "greedy"], ["", "best"]),
         Option("--isolate", ["trial", "search"], ["", "no"]),
+        Option("--compile", ["off"], ["", "yes", "0"]),
         Option("--seed", ["0", "-5", "123456789012345678901234567890"], NOT_NUMBERS),
         Option("--study", ["a", "../a/b", "a b", "\N{SNOWMAN}1"], ["", "..", "x" * 300, *NOT_TEXT]),
         Option("--fresh", []),

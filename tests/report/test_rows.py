@@ -21,10 +21,10 @@ from scripted import (
 
 from sac_search import units
 from sac_search.failures import make_failure
-from sac_search.policy import Policy
-from sac_search.records import Evidence, FailureKind
+from sac_search.policy import Compiled, Policy
+from sac_search.records import Evidence, FailureKind, Outcome
 from sac_search.report import rows
-from sac_search.study.baselines import FULL, NONE
+from sac_search.study.baselines import COMPILE, FULL, NONE
 from sac_search.study.candidate import Candidate
 from sac_search.worker.session import Verdict
 
@@ -379,3 +379,55 @@ def test_layers_are_named_by_kind() -> None:
         "Block: 3 layers (h.0 … h.2), 1,000 parameters and 2.0 MiB of inputs each",
         "Stage: 1 layer (s.0), 1,000 parameters and 2.0 MiB of inputs each",
     ]
+
+
+# --- compiled -------------------------------------------------------------------------------------
+
+
+def compiled(candidate: Candidate, name: str, seconds: float, *reasons: str) -> Candidate:
+    assert candidate.measurement is not None
+    measurement = dataclasses.replace(
+        candidate.measurement, compile_seconds=seconds, recompiles=reasons
+    )
+    return dataclasses.replace(
+        candidate,
+        name=name,
+        policy=dataclasses.replace(candidate.policy, compiled=Compiled()),
+        outcome=Outcome(measurement=measurement),
+    )
+
+
+COMPILE_CANDIDATE = compiled(NONE_CANDIDATE, COMPILE, 40.0)
+COMPILED_TRIAL = compiled(TRIAL, "trial 9", 20.0, "size mismatch")
+
+
+def test_a_compiled_winner_is_held_against_compile_alone() -> None:
+    result = make_result(
+        NONE_CANDIDATE, FULL_CANDIDATE, COMPILE_CANDIDATE, COMPILED_TRIAL, best=COMPILED_TRIAL
+    )
+    lines = rows.headline(result)
+    assert lines[0].startswith("compiled, 2 layers: save matmul: 220.0 ms per step")
+    assert "Against compile alone: step time +10.0%, peak -37.5%." in lines
+    closing = rows.closing_lines(result)
+    assert (
+        "Compiling took 1m 00s for 2 policies, 40s at the most; no step's time has any of it."
+    ) in closing
+    assert any(line.startswith("trial 9 was compiled once more") for line in closing)
+    assert any("(size mismatch)" in line for line in closing)
+    assert closing[-1].endswith("policy.apply(model) in place of torch.compile")
+
+
+def test_where_nothing_is_compiled_nothing_is_said_of_it() -> None:
+    result = make_result(best=TRIAL)
+    text = " ".join([*rows.headline(result), *rows.closing_lines(result)])
+    assert "ompil" not in text
+
+
+@pytest.mark.parametrize(
+    ("reference", "words"),
+    [("compile", "compile alone"), ("compile, full", "compile with full checkpointing")],
+)
+def test_a_compiled_reference_is_named(reference: str, words: str) -> None:
+    found = dataclasses.replace(BITWISE, reference=reference)
+    line = f"Loss and every gradient are bitwise those of {words}."
+    assert rows.describe_verification(found) == line

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 
 import pytest
@@ -10,6 +11,7 @@ from rich.console import Console
 from scripted import make_candidate, make_failed
 
 from sac_search.policy import Policy, Tier, checkpoint_layers
+from sac_search.records import Outcome
 from sac_search.report import rows, terminal
 from sac_search.study.candidate import Candidate
 
@@ -230,3 +232,12 @@ def test_the_verification_of_the_result_is_the_one_in_the_headline() -> None:
 
     assert rows.verification_line(result) == rows.describe_verification(BITWISE)
     assert rows.verification_line(result) in rows.headline(result)
+
+
+def test_what_compiling_took_stands_beside_a_compiled_policy() -> None:
+    assert TRIAL.measurement is not None
+    measurement = dataclasses.replace(TRIAL.measurement, compile_seconds=75.0)
+    candidate = dataclasses.replace(TRIAL, outcome=Outcome(measurement=measurement))
+    line = terminal._candidate_line(candidate, 6 * GIB, False)
+    assert line.endswith("fits  (compiled in 1m 15s)")
+    assert "compiled" not in terminal._candidate_line(TRIAL, 6 * GIB, False)

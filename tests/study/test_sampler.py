@@ -19,6 +19,7 @@ from sac_search.space import (
     Decision,
     DecisionType,
     LayerChoiceMode,
+    RunMode,
     SearchSpace,
     build_space,
 )
@@ -27,10 +28,12 @@ from sac_search.study.sampler import (
     PlannerSampler,
     Propose,
     SamplerName,
+    assignment_in,
     distribution_of,
     make_sampler,
     parameters_of,
     suggest,
+    suggest_assignment,
 )
 
 BUDGET_BYTES = 150 * MIB
@@ -283,3 +286,50 @@ def test_a_continued_study_does_not_replay_its_first_draws() -> None:
 
     assert drawn(0) == drawn(0)
     assert drawn(0) != drawn(1)
+
+
+# --- how the model runs ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", RunMode)
+def test_only_what_means_something_is_asked_and_it_is_read_again(mode: RunMode) -> None:
+    space = build_space(make_layers(3), run_modes=tuple(RunMode))
+    values = {d.name: d.highest for d in space.decisions}
+    wanted = space.completed(values | {"compile": space.run_modes.index(mode)})
+    sampler = PlannerSampler(space.decisions, lambda generator: wanted, seed=0)
+    study = optuna.create_study(sampler=sampler)
+    study.enqueue_trial(parameters_of(space.decisions_for(wanted), wanted))
+
+    for _ in range(2):  # enqueued, then proposed
+        trial = study.ask()
+        assert suggest_assignment(trial, space) == wanted
+        study.tell(trial, 1.0)
+
+    names = {decision.name for decision in space.decisions_for(wanted)}
+    for trial in study.trials:
+        assert trial.params.keys() == names
+        assert trial.params["compile"] == str(mode)
+        assert assignment_in(space, trial) == wanted
+
+
+def test_parameters_of_another_space_are_no_assignment() -> None:
+    space = build_space(make_layers(3), run_modes=tuple(RunMode))
+    distributions = {d.name: distribution_of(d) for d in space.decisions}
+    for parameters in ({"x": 1.0}, {"compile": "compile, memory budget"}, {"compile": "eager"}):
+        known = {
+            n: distributions.get(n, optuna.distributions.FloatDistribution(0, 1))
+            for n in parameters
+        }
+        trial = optuna.create_trial(value=1.0, params=parameters, distributions=known)
+        assert assignment_in(space, trial) is None
+
+
+def test_a_memory_budget_is_drawn_in_hundredths() -> None:
+    space = build_space(make_layers(3), run_modes=tuple(RunMode))
+    budget = next(d for d in space.decisions if d.type is DecisionType.PART)
+    assert distribution_of(budget) == optuna.distributions.FloatDistribution(0, 1, step=0.01)
+    assert [parameters_of([budget], {budget.name: h})[budget.name] for h in (0, 7, 100)] == [
+        0.0,
+        0.07,
+        1.0,
+    ]

@@ -19,7 +19,7 @@ import pytest
 from sac_search import errors
 from sac_search.failures import make_failure
 from sac_search.forecaster import ProfileRequest
-from sac_search.policy import NO_CHECKPOINTING, Policy, Tier, checkpoint_layers
+from sac_search.policy import COMPILE_ALONE, NO_CHECKPOINTING, Policy, Tier, checkpoint_layers
 from sac_search.records import FailureKind, Measurement, Outcome, Phase
 from sac_search.space import Granularity
 from sac_search.worker.client import WorkerClient
@@ -536,3 +536,17 @@ def test_a_lost_worker_is_an_outcome_of_every_method(tmp_path: Path) -> None:
         found = failing(Scripted(lost()))
         assert found is not None
         assert found.kind is FailureKind.CRASH
+
+
+def test_compiling_has_a_time_of_its_own() -> None:
+    client = Scripted(MEASURED, MEASURED, [MEASURED] * 3, Verdict())
+    client._load_seconds = 1.0
+    client.measure(FULL)
+    client.measure(COMPILE_ALONE)
+    client.compare([FULL, COMPILE_ALONE, COMPILE_ALONE], steps=5)
+    client.verify(COMPILE_ALONE)
+    eager, compiled, compared, verified = [timeout for _, timeout in client.asked]
+    assert eager == 300.0
+    assert compiled == 60.0 + 1800
+    assert compared == 3 * 60.0 + 2 * 1800
+    assert verified == 2 * 60.0 + 2 * 1800  # the reference is compiled as well

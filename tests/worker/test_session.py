@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import itertools
 import sys
@@ -19,13 +20,20 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from sac_search import device as devices
 from sac_search import measure, records
+from sac_search.compiling import CompileOptions
 from sac_search.device import Clock
 from sac_search.errors import UsageError, WorkloadError, WorkloadNotFound
 from sac_search.forecast import Forecast, track_step
 from sac_search.forecaster import Forecaster, ProfileRequest
-from sac_search.policy import NO_CHECKPOINTING, Policy, checkpoint_layers
+from sac_search.policy import (
+    COMPILE_ALONE,
+    NO_CHECKPOINTING,
+    Compiled,
+    Policy,
+    checkpoint_layers,
+)
 from sac_search.records import FailureKind, Outcome
-from sac_search.space import Granularity
+from sac_search.space import Granularity, build_space, unsavable_ops
 from sac_search.worker.__main__ import _Server
 from sac_search.worker.protocol import METHODS, Comparison, Reply, Request
 from sac_search.worker.session import (
@@ -555,3 +563,66 @@ def test_a_session_that_is_not_healthy_says_so(write: Callable[..., SessionSetti
     leak = torch.ones(5 * 2**20)
     assert not ask(server, "run_steps", FULL).healthy
     del leak
+
+
+# --- compiling ------------------------------------------------------------------------------------
+
+EAGER_BACKEND = CompileOptions(backend="aot_eager")
+
+
+def compiling_session(model: nn.Module | None = None) -> Session:
+    workload = Workload(model or tiny.stack(2), mean_square, tiny.tokens())
+    settings = SessionSettings(spec="here", steps=2, compile=EAGER_BACKEND)
+    return Session(workload, settings, CPU, "hash")
+
+
+def test_what_is_compiled_belongs_to_the_environment() -> None:
+    assert session_of().environment().compile_settings == "eager"
+    searched = compiling_session().environment().compile_settings
+    assert searched == "searched, with aot_eager"
+
+
+def test_compiled_policies_have_no_forecast_and_a_reference_of_their_own() -> None:
+    session = compiling_session()
+    session.describe()
+
+    outcome = session.measure(COMPILE_ALONE)
+    verdict = session.verify(dataclasses.replace(FULL, compiled=Compiled()))
+
+    assert outcome.measurement is not None and outcome.forecast_peak_bytes is None
+    assert session.forecast(COMPILE_ALONE).peak_bytes is None
+    assert verdict.verification is not None
+    assert (verdict.verification.passed, verdict.verification.reference) == (True, "compile")
+    full = session.verify_with_full(COMPILE_ALONE).verification
+    assert full is not None and full.reference == "compile, full"
+    assert session.is_healthy()
+    torch._dynamo.reset()
+
+
+def test_a_workload_that_compiles_itself_is_not_compiled_once_more() -> None:
+    for part in ("", "blocks.0", "blocks.1.up"):
+        model = tiny.stack(2)
+        model.get_submodule(part).compile(backend="eager")
+        with pytest.raises(WorkloadError, match="search without --compile"):
+            compiling_session(model)
+    model = tiny.stack(2)
+    model.blocks[1] = torch.compile(model.blocks[1], backend="eager")
+    with pytest.raises(WorkloadError, match="search without --compile"):
+        compiling_session(model)
+    torch._dynamo.reset()
+
+
+def test_of_layers_that_hold_compiled_code_all_or_nothing_is_recomputed() -> None:
+    model = tiny.stack(2)
+    for block in model.blocks:
+        block.up.compile(backend="eager")
+    description = session_of(model=model).describe()
+
+    assert description.environment.compile_settings == "compiled by the workload"
+    assert any("2 of the layers, blocks.0 first, hold code" in note for note in description.notes)
+    space = build_space(description.layers)
+    assert space.saves == ()
+    assert set(unsavable_ops(description.layers).values()) == {
+        "runs inside compiled code, where no policy sees it"
+    }
+    torch._dynamo.reset()
