@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +17,9 @@ from sac_search.worker.session import Verdict
 
 FINALISTS = 5
 CONFIRMING_STEPS = 10
+# On a noisy machine more steps tell the finalists apart, up to so many times as many.
+_NOISE_WANTED_FRACTION = 0.01
+_MOST_TIMES_STEPS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +44,9 @@ def confirm(
 
     The best few are in the order of their new figures; the others follow, should none of them pass
     verification. No and full checkpointing are measured along with them, since the winner is held
-    against those. The figures are kept in the study, so that a continued search whose finalists are
-    the same does not measure them once more, unless one of them failed.
+    against those. Each takes `steps` steps; more, where steps have been so noisy that as many would
+    not tell a hundredth. The figures are kept in the study, so that a continued search whose
+    finalists are the same does not measure them once more, unless one of them failed.
     """
     finalists = rank(candidates, store.budget_bytes)[:FINALISTS]
     if not finalists:
@@ -52,20 +57,29 @@ def confirm(
     first = {candidate.policy.key for candidate in finalists}
     confirmation = store.confirmation
     if confirmation is None or confirmation.keys != keys or not confirmation.is_whole:
-        outcomes = dict(
-            zip(keys, measurer.compare([c.policy for c in compared.values()], steps), strict=True)
-        )
+        policies = [c.policy for c in compared.values()]
+        found = measurer.compare(policies, _enough_steps(finalists, steps))
+        outcomes = dict(zip(keys, found, strict=True))
         # Where no finalist runs, though all of them did, the moment is a bad one (another process
         # fills the device): the figures stay as they were. The ends keep theirs in any case.
         if any(outcomes[key].measurement is not None for key in first):
             kept = {k: o for k, o in outcomes.items() if k in first or o.measurement is not None}
-            found = Confirmation(keys=tuple(kept), outcomes=tuple(kept.values()))
-            store.write("confirmation", found)
+            store.write(
+                "confirmation", Confirmation(keys=tuple(kept), outcomes=tuple(kept.values()))
+            )
     confirmed = with_confirmed_figures(store, candidates)
     return [
         *rank((c for c in confirmed if c.policy.key in first), store.budget_bytes),
         *rank((c for c in confirmed if c.policy.key not in first), store.budget_bytes),
     ]
+
+
+def _enough_steps(finalists: Sequence[Candidate], steps: int) -> int:
+    """Returns how many steps make the finalists' noise small, going by that of their trials."""
+    measured = [c.measurement for c in finalists if c.measurement is not None]
+    wanted = [m.steps * (m.step_noise_fraction / _NOISE_WANTED_FRACTION) ** 2 for m in measured]
+    middle = statistics.median(wanted) if wanted else 0.0
+    return round(min(max(steps, middle), _MOST_TIMES_STEPS * steps))
 
 
 def known_candidates(store: StudyStore) -> list[Candidate]:

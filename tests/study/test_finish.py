@@ -106,6 +106,18 @@ def test_inside_the_noise_the_lower_peak_wins() -> None:
     assert confirmed[0].policy.key == lean.policy.key
 
 
+@pytest.mark.parametrize(
+    ("noise_fraction", "expected"),
+    # The script's trials have five steps each.
+    [(0.0, 8), (0.01, 8), (0.02, 20), (0.5, 32)],
+)
+def test_noisy_steps_are_confirmed_by_more_of_them(noise_fraction: float, expected: int) -> None:
+    measurer = ScriptedMeasurer(noise_fraction=noise_fraction)
+    store = searched(measurer)
+    confirm(store, measurer, store.candidates(), steps=8)
+    assert measurer.compared[0][0] == expected
+
+
 def test_a_finalist_that_is_over_the_budget_this_time_is_out() -> None:
     measurer = ScriptedMeasurer()
     store = searched(measurer)
