@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
+import tiny
 import torch
 
 from sac_search.opclasses import OpClass, classify, packets_of
@@ -53,6 +54,7 @@ def table() -> Iterator[tuple[OpClass, str]]:
             yield op_class, packet
 
 
+@pytest.mark.skipif(tiny.RELEASE < (2, 13), reason="some ops of the table are newer")
 def test_every_packet_in_the_table_exists() -> None:
     missing = {
         packet

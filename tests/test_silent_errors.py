@@ -765,9 +765,12 @@ def test_a_layer_that_runs_another_op_is_a_failure() -> None:
     session = session_of(workload_of(model))
     assert_bitwise(session.verify(NO_CHECKPOINTING))
     rejected(session.verify(RECOMPUTED))
-    failure = session.verify(saving(ADDMM)).failure
-    assert failure is not None
-    assert failure.kind is FailureKind.NOT_IN_STORAGE
+    verdict = session.verify(saving(ADDMM))
+    if tiny.RELEASE < (2, 13):  # torch says nothing, so gradients have to
+        rejected(verdict)
+        return
+    assert verdict.failure is not None
+    assert verdict.failure.kind is FailureKind.NOT_IN_STORAGE
 
 
 def test_a_layer_that_returns_to_another_shape_is_refused() -> None:
@@ -818,6 +821,7 @@ def test_a_cast_that_is_taken_for_another_is_caught(cache: bool) -> None:
         assert_bitwise(verdict)
 
 
+@pytest.mark.skipif(tiny.RELEASE < (2, 13), reason="torch numbers what it saved otherwise there")
 def test_a_layer_that_runs_twice_under_autocast_is_told_what_to_do() -> None:
     session = session_of(workload_of(Twice(Square()), loss_fn=autocast_loss))
     assert_bitwise(session.verify(checkpoint_layers(["block"])))
