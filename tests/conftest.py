@@ -30,3 +30,8 @@ def one_thread() -> Iterator[None]:
 def do_not_wait_for_the_disk(connection: Any, record: Any) -> None:
     # A study in a test has to survive a killed process, not a power cut.
     connection.execute("PRAGMA synchronous=OFF")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begins with what takes long, so that no worker is left with it at the end."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
