@@ -116,9 +116,11 @@ class StepMeter:
         free_cached_memory(self.device)
         return loss
 
-    def _read_peak(self, policy: Policy | PolicyModule, compiling: _Compiling) -> PeakReading:
+    def _read_peak(
+        self, policy: Policy | PolicyModule, compiling: _Compiling | None = None
+    ) -> PeakReading:
         with self.compiler.applied(policy), phases_marked(self.workload.model):
-            if compiled_by(policy) is not None:
+            if compiling is not None and compiled_by(policy) is not None:
                 compiling.seconds = self._warm_up()
             return read_peak(self._run_step, self.workload.drop_gradients, self.device)
 

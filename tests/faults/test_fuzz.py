@@ -173,6 +173,7 @@ IMPORTS = {
     "torch.utils.checkpoint",
     "typing",
     "warnings",
+    "weakref",
 }
 
 
