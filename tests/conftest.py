@@ -26,6 +26,14 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def only_new_objects() -> Iterator[None]:
+    """Leaves what torch and pytest made out of collections, which are slow, as a worker does."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @sqlalchemy.event.listens_for(sqlalchemy.Engine, "connect")
 def do_not_wait_for_the_disk(connection: Any, record: Any) -> None:
     # A study in a test has to survive a killed process, not a power cut.

@@ -53,6 +53,8 @@ from sac_search.study.sampler import SamplerName
 from sac_search.study.store import open_study
 from sac_search.workload import Workload
 
+pytestmark = pytest.mark.usefixtures("only_new_objects")
+
 BUDGET_MIB = 120  # none peaks at 173.2 MiB, full at 74.2 MiB
 
 

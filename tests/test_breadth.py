@@ -33,19 +33,11 @@ GIB = 2**30
 TOPK = "aten.topk.default"
 HERE = Path(__file__).parent
 pytestmark = [
+    pytest.mark.usefixtures("only_new_objects"),
     pytest.mark.slow,
     pytest.mark.timeout(900),
     pytest.mark.filterwarnings("ignore"),  # libraries warn of much
 ]
-
-
-@pytest.fixture(autouse=True)
-def _only_new_objects() -> Iterator[None]:
-    """Leaves what torch and pytest made out of collections, which are slow, as the worker does."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def workload_of(name: str) -> Workload:

@@ -33,6 +33,8 @@ from sac_search.verify import verify_policy
 from sac_search.worker.session import Session, SessionSettings
 from sac_search.workload import Workload
 
+pytestmark = pytest.mark.usefixtures("only_new_objects")
+
 CPU = torch.device("cpu")
 LAYERS = ["blocks.0", "blocks.1", "blocks.2"]
 FULL = checkpoint_layers(LAYERS)

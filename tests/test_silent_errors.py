@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import gc
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -43,12 +43,7 @@ STEPS = 3
 """Steps of training without `verify`."""
 
 
-@pytest.fixture(autouse=True)
-def _only_new_objects() -> Iterator[None]:
-    """Leaves what torch and pytest made out of collections, which are slow, as the worker does."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
+pytestmark = pytest.mark.usefixtures("only_new_objects")
 
 
 @pytest.fixture(autouse=True)
