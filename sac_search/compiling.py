@@ -111,6 +111,9 @@ class Compiler:
 
     def _forward(self, policy: Policy | PolicyModule) -> MarkedForward:
         key = policy.key if isinstance(policy, Policy) else policy
+        if not self._forwards:
+            # Code that dynamo gave up compiling before, for whatever reason, would run eagerly.
+            torch._dynamo.reset()
         if key not in self._forwards:
             options = self._options
             if not isinstance(policy, Policy):

@@ -41,7 +41,13 @@ from scripted import ENVIRONMENT, make_failed
 from sac_search import artifacts, records
 from sac_search.errors import SacSearchError
 from sac_search.export import render_module
-from sac_search.policy import LayerChoice, Policy, Tier, checkpoint_layers
+from sac_search.policy import (
+    LayerChoice,
+    Policy,
+    Tier,
+    checkpoint_layers,
+    policy_document,
+)
 from sac_search.records import Evidence
 from sac_search.report import terminal
 from sac_search.study import store as store_module
@@ -381,7 +387,7 @@ def check_data(
     assert module["LAYERS"] == {choice.name: choice.tier for choice in policy.layers}
     assert [tier.ops for tier in module["TIERS"]] == [set(tier.ops) for tier in policy.tiers]
     assert [tier.save_random for tier in module["TIERS"]] == [False] * len(policy.tiers)
-    assert module["META"]["policy"] == records.to_builtins(policy)
+    assert module["META"]["policy"] == policy_document(policy)
     assert module["META"]["study_name"] == study_name
     assert module["META"]["environment"] == environment
 
