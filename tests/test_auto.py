@@ -22,8 +22,6 @@ from sac_search.policy import NO_CHECKPOINTING, checkpoint_layers
 from sac_search.study.baselines import FULL, NONE
 from sac_search.workload import Workload
 
-pytestmark = pytest.mark.usefixtures("only_new_objects")
-
 CALLS: Counter[str] = Counter()
 
 
