@@ -12,7 +12,9 @@ pass reaches a layer, what the earlier layers keep is still there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -286,9 +288,10 @@ class _Model:
         if self._fixed_excess(budget_bytes) > 0:
             return None
         equal, totals = self._count_rows()
-        result = linprog(
-            self._seconds, A_ub=rows, b_ub=highest, A_eq=equal, b_eq=totals, method="highs"
-        )
+        with _solver_prints_as_errors():
+            result = linprog(
+                self._seconds, A_ub=rows, b_ub=highest, A_eq=equal, b_eq=totals, method="highs"
+            )
         return float(result.fun) * _MILLISECOND if result.status == 0 else None
 
     def solve(self, budget_bytes: int) -> tuple[int, ...] | None:
@@ -305,13 +308,14 @@ class _Model:
         ]
         constraints += self._use_constraints(width)
         constraints += self._group_constraints(width, budget_bytes)
-        result = milp(
-            np.concatenate([self._seconds, np.full(switches, 1e-9)]),
-            constraints=constraints,
-            integrality=np.ones(width),
-            bounds=Bounds(0, np.concatenate([self._most(), np.ones(switches)])),
-            options={"mip_rel_gap": 1e-6, "time_limit": _MOST_SECONDS},
-        )
+        with _solver_prints_as_errors():
+            result = milp(
+                np.concatenate([self._seconds, np.full(switches, 1e-9)]),
+                constraints=constraints,
+                integrality=np.ones(width),
+                bounds=Bounds(0, np.concatenate([self._most(), np.ones(switches)])),
+                options={"mip_rel_gap": 1e-6, "time_limit": _MOST_SECONDS},
+            )
         if result.x is None:
             return None
         return self._arranged(np.round(result.x[: len(self._columns)]).astype(int))
@@ -473,3 +477,22 @@ def with_phase_peaks(
         backward_bytes=inner - max(inner_rows, default=0),
         fixed_bytes=fixed,
     )
+
+
+@contextlib.contextmanager
+def _solver_prints_as_errors() -> Iterator[None]:
+    """Sends to standard error what HiGHS prints past Python's `sys.stdout`, warnings of its own.
+
+    On standard output it would spoil `--json`.
+    """
+    try:
+        kept = os.dup(1)
+        os.dup2(2, 1)
+    except OSError:  # a process without these streams
+        yield
+        return
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)

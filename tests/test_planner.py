@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sac_search import planner
 from sac_search.planner import (
     Kind,
     Option,
@@ -124,7 +127,7 @@ def test_a_larger_budget_is_never_slower(problem: Problem) -> None:
     assert all(later <= earlier + 1e-9 for earlier, later in itertools.pairwise(seconds))
 
 
-def test_leaving_the_last_layer_alone_makes_no_group_of_others() -> None:
+def two_layers() -> Problem:
     kind = Kind(
         options=(
             Option(overhead_seconds=0.0, saved_bytes=5 * MIB, is_tier=False),
@@ -133,7 +136,7 @@ def test_leaving_the_last_layer_alone_makes_no_group_of_others() -> None:
         activation_bytes=5 * MIB,
         gradient_bytes=0,
     )
-    problem = Problem(
+    return Problem(
         kinds=(kind,),
         order=(0, 0),
         forward_bytes=5 * MIB,
@@ -142,9 +145,27 @@ def test_leaving_the_last_layer_alone_makes_no_group_of_others() -> None:
         backward_bytes=6 * MIB,
         fixed_bytes=5 * MIB,
     )
-    plan = solve(problem, 11 * MIB)
+
+
+def test_leaving_the_last_layer_alone_makes_no_group_of_others() -> None:
+    plan = solve(two_layers(), 11 * MIB)
     assert plan is not None
     assert plan.options == (1, 0)
+
+
+def test_what_the_solver_prints_past_python_is_no_output(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    plain = planner.milp
+
+    def loud(*arguments: Any, **keywords: Any) -> Any:
+        os.write(1, b"HighsMipSolverData")
+        return plain(*arguments, **keywords)
+
+    monkeypatch.setattr(planner, "milp", loud)
+    assert solve(two_layers(), 11 * MIB) is not None
+    print("after")
+    assert capfd.readouterr() == ("after\n", "HighsMipSolverData")
 
 
 def _ramp(count: int, activation_bytes: int) -> tuple[Option, ...]:
