@@ -986,6 +986,7 @@ def test_compiled_blocks_are_seen_inside() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning")
 def test_a_scripted_module_may_be_among_the_others() -> None:
     scripted = torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.ReLU()))
     assert found(nn.Sequential(scripted, Block(), Block()), VECTORS) == ["1", "2"]

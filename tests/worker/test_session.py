@@ -612,6 +612,8 @@ def test_a_workload_that_compiles_itself_is_not_compiled_once_more() -> None:
     torch._dynamo.reset()
 
 
+# torch 2.14 looks at the gradient of what is no leaf while it compiles.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_of_layers_that_hold_compiled_code_all_or_nothing_is_recomputed() -> None:
     model = tiny.stack(2)
     for block in model.blocks:
