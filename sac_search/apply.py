@@ -19,6 +19,7 @@ from sac_search.policy import Policy, Tier
 from sac_search.policy_runtime import (
     SaveSet,
     checkpoint_layer,
+    compiled_inside,
     restore_layer,
     select_op,
     tier_contexts,
@@ -134,19 +135,6 @@ def load_policy_module(path: Path) -> PolicyModule:
         raise UsageError(f"{path} is not a policy that sac-search exported: no {missing[0]} in it")
     loaded: PolicyModule = module
     return loaded
-
-
-def compiled_inside(layer: torch.nn.Module) -> str | None:
-    """Returns what is compiled inside a layer, `mlp` or the layer's whole content; None if nothing.
-
-    A policy around compiled code sees none of its ops, or all of them as one.
-    """
-    for name, module in layer.named_modules():
-        if "_orig_mod" in module._modules:  # torch.compile(module)
-            return str(name) or "all of it"
-        if name and vars(module).get("_compiled_call_impl") is not None:  # module.compile()
-            return str(name)
-    return None
 
 
 _HOLDS_COMPILED = (

@@ -23,6 +23,7 @@ from sac_search.apply import PolicyModule, applied, apply_layers, remove_policy
 from sac_search.device import MarkedForward
 from sac_search.errors import UsageError
 from sac_search.policy import Compiled, Policy
+from sac_search.policy_runtime import compiled_inside
 
 # Beyond its own limits dynamo runs eagerly without a word; a search compiles the same code often.
 _NO_LIMIT = 2**20
@@ -145,10 +146,7 @@ def compiled_by(policy: Policy | PolicyModule) -> Compiled | None:
 
 def is_compiled(model: torch.nn.Module) -> bool:
     """Returns whether the model, or a part of it, is compiled by somebody already."""
-    return any(
-        vars(module).get(_CALL) is not None or "_orig_mod" in module._modules
-        for module in model.modules()
-    )
+    return vars(model).get(_CALL) is not None or compiled_inside(model) is not None
 
 
 class _Backend:

@@ -306,6 +306,19 @@ def _subclass(layer_class: type[torch.nn.Module], members: dict[str, Any]) -> ty
     return same(layer_class.__name__, (layer_class,), namespace)  # type: ignore[no-any-return]
 
 
+def compiled_inside(layer: torch.nn.Module) -> str | None:
+    """Returns what is compiled inside a layer, `mlp` or the layer's whole content; None if nothing.
+
+    A policy around compiled code sees none of its ops, or all of them as one.
+    """
+    for name, module in layer.named_modules():
+        if "_orig_mod" in module._modules:  # torch.compile(module)
+            return str(name) or "all of it"
+        if name and vars(module).get("_compiled_call_impl") is not None:  # module.compile()
+            return str(name)
+    return None
+
+
 def _run_forward(
     forward: Callable[..., Any], layer: torch.nn.Module, keywords: tuple[str, ...], *inputs: Any
 ) -> Any:

@@ -15,7 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from sac_search.policy_runtime import checkpoint_layer, replace_class, restore_layer
+from sac_search.policy_runtime import (
+    checkpoint_layer,
+    compiled_inside,
+    replace_class,
+    restore_layer,
+)
 
 LAYERS: dict[str, int] = {}
 COMPILE: dict[str, Any] | None = None
@@ -277,14 +282,13 @@ def _set_memory_budget(memory_budget: float) -> None:
 def _refuse_compiled(layers: dict[torch.nn.Module, _Found]) -> None:
     """Raises where ops would have to be told apart in what is one piece of compiled code."""
     for layer, found in layers.items():
-        for name, module in layer.named_modules():
-            is_compiled = vars(module).get("_compiled_call_impl") is not None
-            if found.context_fn and name and (is_compiled or "_orig_mod" in module._modules):
-                raise ValueError(
-                    f"{type(layer).__name__} {found.name} holds compiled code ({name}), whose ops "
-                    "no policy around it can tell apart. Apply the policy first, then compile the "
-                    "whole model."
-                )
+        inside = compiled_inside(layer)
+        if found.context_fn and inside is not None:
+            raise ValueError(
+                f"{type(layer).__name__} {found.name} holds compiled code ({inside}), whose ops "
+                "no policy around it can tell apart. Apply the policy first, then compile the "
+                "whole model."
+            )
 
 
 class _Found(NamedTuple):

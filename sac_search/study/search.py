@@ -496,12 +496,9 @@ class Search:
         self, trial: optuna.Trial, policy: Policy, outcome: Outcome, *, is_new: bool
     ) -> float:
         self.store.keep_anchor(outcome)
-        measured = {"outcome": records.to_builtins(outcome)} if is_new else {}
-        given_up = optuna.exceptions.UpdateFinishedTrialError
         try:
-            for name, value in measured.items():
-                trial.set_user_attr(name, value)
             if is_new:
+                trial.set_user_attr("outcome", records.to_builtins(outcome))
                 self._remember(
                     name_of_trial(trial),
                     policy,
@@ -509,32 +506,30 @@ class Search:
                     is_baseline="baseline" in trial.user_attrs,
                 )
             seconds, excess_gib = self._told(outcome)
-            readable = self._readable(outcome, seconds)
-            for name, value in readable.items():
+            for name, value in self._readable(outcome, seconds).items():
                 trial.set_user_attr(name, value)
             # The list under "constraints" is what optuna-dashboard (0.21) reads, the other is
             # Optuna's own.
             trial.storage.set_trial_system_attr(trial._trial_id, "constraints", [excess_gib])
             # Last of all: a completed trial without its constraint would count as feasible.
             trial.set_constraint(CONSTRAINT, excess_gib)
-        except given_up as error:
+        except optuna.exceptions.UpdateFinishedTrialError as error:
             # This process stood still for so long that another search took it for dead.
             self._was_given_up = True
-            self._write_anew(trial, outcome, measured)
+            self._write_anew(trial, outcome, is_new=is_new)
             raise _GivenUp from error
         return seconds
 
-    def _write_anew(
-        self, trial: optuna.Trial, outcome: Outcome, attributes: dict[str, object]
-    ) -> None:
+    def _write_anew(self, trial: optuna.Trial, outcome: Outcome, *, is_new: bool) -> None:
         """Writes what was measured as another trial, since this one has been ended."""
         seconds, excess_gib = self._told(outcome)
+        measured = {"outcome": records.to_builtins(outcome)} if is_new else {}
         self.store.add_trial(
             seconds=seconds,
             excess_gib=excess_gib,
             parameters=trial.params,
             distributions=trial.distributions,
-            attributes=trial.user_attrs | attributes | self._readable(outcome, seconds),
+            attributes=trial.user_attrs | measured | self._readable(outcome, seconds),
         )
 
     def _told(self, outcome: Outcome) -> tuple[float, float]:

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from sac_search import errors
-from sac_search.failures import make_failure
+from sac_search.failures import OF_MEMORY, make_failure
 from sac_search.forecaster import ProfileRequest
 from sac_search.policy import COMPILE_ALONE, Policy
 from sac_search.profile import Profile
@@ -26,7 +26,6 @@ from sac_search.worker.group import GroupWorker, current_group
 from sac_search.worker.process import WorkerLost, WorkerProcess, nonsense
 from sac_search.worker.protocol import METHODS, Comparison, Reply
 from sac_search.worker.session import (
-    OUT_OF_MEMORY,
     Description,
     ForecastPeak,
     SessionSettings,
@@ -180,7 +179,7 @@ class WorkerClient:
         self._begin_trial()
         verdict = self._ask_verdict("verify", policy)
         failure = verdict.failure
-        if current_group() is None or failure is None or failure.kind not in OUT_OF_MEMORY:
+        if current_group() is None or failure is None or failure.kind not in OF_MEMORY:
             return verdict
         # One rank cannot try again without the others; with new workers all of them do.
         return self._ask_verdict("verify_with_full", policy)
@@ -192,11 +191,15 @@ class WorkerClient:
             return Verdict(failure=lost.failure)
         return verdict
 
+    @property
+    def _load_limit_seconds(self) -> float | None:
+        """What loading and tracing again may take; the first time ran a few steps as well."""
+        return None if self._load_seconds is None else max(300.0, 20 * self._load_seconds)
+
     def _forecast_timeout(self, forecasts: int) -> float | None:
         # A dry run takes what Python takes for a step, and is no part of a trial.
-        if self._load_seconds is None:
-            return None
-        return max(300.0, 20 * self._load_seconds) * forecasts
+        limit_seconds = self._load_limit_seconds
+        return None if limit_seconds is None else limit_seconds * forecasts
 
     def _timeout(self, measurements: int, *policies: Policy) -> float | None:
         if self._trial_timeout_seconds is not None:
@@ -205,10 +208,8 @@ class WorkerClient:
         compiling = _LONGEST_COMPILE_SECONDS * sum(p.compiled is not None for p in policies)
         if self._baseline_seconds is not None:
             return max(60.0, 20 * self._baseline_seconds) * measurements + compiling
-        # Loading and tracing ran a few steps as well.
-        if self._load_seconds is not None:
-            return max(300.0, 20 * self._load_seconds) * measurements + compiling
-        return None
+        limit_seconds = self._load_limit_seconds
+        return None if limit_seconds is None else limit_seconds * measurements + compiling
 
     def _ask(self, method: str, argument: Any, timeout_seconds: float | None) -> Any:
         if self._process is None:
@@ -222,11 +223,10 @@ class WorkerClient:
 
     def _load(self) -> None:
         try:
-            if self._load_seconds is None:
-                self._exchange("load", self._settings, None)
-                return
-            timeout_seconds = max(300.0, 20 * self._load_seconds)
+            timeout_seconds = self._load_limit_seconds
             self._exchange("load", self._settings, timeout_seconds)
+            if timeout_seconds is None:
+                return
             # What forecasts need; a trial's own time is not for this.
             self._exchange("describe", True, timeout_seconds)
         except errors.SacSearchError as error:

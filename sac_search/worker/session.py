@@ -16,15 +16,16 @@ from pathlib import Path
 import torch
 
 from sac_search import device as devices
-from sac_search.apply import PolicyModule, compiled_inside, load_policy_module
+from sac_search.apply import PolicyModule, load_policy_module
 from sac_search.compiling import CompileOptions, Compiler, compiled_by, is_compiled
 from sac_search.device import Clock, DeviceFigures
 from sac_search.errors import CannotForecast, NoPolicyFits, WorkloadError
-from sac_search.failures import failure_from
+from sac_search.failures import OF_MEMORY, failure_from
 from sac_search.forecaster import Forecaster, ProfileRequest
 from sac_search.layers import Layer, find_layers
 from sac_search.measure import StepMeter
 from sac_search.policy import NO_CHECKPOINTING, Compiled, Policy, checkpoint_layers
+from sac_search.policy_runtime import compiled_inside
 from sac_search.profile import Profile
 from sac_search.ranks import (
     ALONE,
@@ -47,8 +48,6 @@ from sac_search.workload import (
     hash_sources,
     with_largest_batch,
 )
-
-OUT_OF_MEMORY = frozenset({FailureKind.OUT_OF_MEMORY, FailureKind.HOST_OUT_OF_MEMORY})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,8 +170,6 @@ class Session:
     def measure(self, policy: Policy) -> Outcome:
         """Returns what `policy` costs, and its forecast."""
         outcome = self.run_steps(policy)
-        if policy.compiled is not None:
-            return outcome  # fake tensors do not tell what a compiled step needs
         return replace(outcome, forecast_peak_bytes=self.forecast(policy).peak_bytes)
 
     def run_steps(self, policy: Policy) -> Outcome:
@@ -200,7 +197,7 @@ class Session:
 
     def forecast(self, policy: Policy) -> ForecastPeak:
         """Returns the peak of allocated bytes that `policy` would have, without running it."""
-        if policy.compiled is not None:
+        if policy.compiled is not None:  # fake tensors do not tell what it needs
             return ForecastPeak(problem="a compiled step is not forecast")
         forecaster = self._ready_forecaster()
         if forecaster is None:
@@ -238,7 +235,7 @@ class Session:
             return Verdict(verification=self._verify(policy, NO_CHECKPOINTING))
         except Exception as error:
             failure = self._failure(error)
-        if failure.kind not in OUT_OF_MEMORY or self._peers.size > 1:
+        if failure.kind not in OF_MEMORY or self._peers.size > 1:
             return Verdict(failure=failure)
         return self.verify_with_full(policy)
 
@@ -343,13 +340,18 @@ class Session:
 
     def _trace(self) -> list[LayerTrace]:
         layers = trace_layers(self._workload, self._layers, self._device, self._meter.clock)
-        modules = dict(self._workload.bare_model.named_modules())
+        holding = self._holding_compiled()
         return [
             replace(la, ops=tuple(replace(op, compiled=True) for op in la.ops))
-            if compiled_inside(modules[la.name])
+            if la.name in holding
             else la
             for la in layers
         ]
+
+    def _holding_compiled(self) -> list[str]:
+        """Returns the layers in which the workload itself compiles something."""
+        modules = dict(self._workload.bare_model.named_modules())
+        return [la.name for la in self._layers if compiled_inside(modules[la.name])]
 
     def _run_first_step(self) -> str:
         try:
@@ -366,7 +368,7 @@ class Session:
         try:
             self._meter.run_untimed_step(NO_CHECKPOINTING)
         except Exception as error:
-            if {failure_from(first_error).kind, failure_from(error).kind} <= OUT_OF_MEMORY:
+            if {failure_from(first_error).kind, failure_from(error).kind} <= OF_MEMORY:
                 raise NoPolicyFits(
                     "the step runs out of memory even with every layer checkpointed: "
                     f"{failure_from(first_error).message}\nUse a smaller batch, an optimizer with "
@@ -409,8 +411,7 @@ class Session:
 
     def _notes(self, usable_bytes: int) -> list[str]:
         notes = list(self._workload.notes)
-        modules = dict(self._workload.bare_model.named_modules())
-        holding = [la.name for la in self._layers if compiled_inside(modules[la.name])]
+        holding = self._holding_compiled()
         if holding:
             notes.append(
                 f"{len(holding)} of the layers, {holding[0]} first, hold code that the workload "
