@@ -434,14 +434,14 @@ def compiled_matmuls(model: nn.Module) -> tuple[int, int]:
         (TWO_TIERS, 3),
     ],
 )
-@pytest.mark.skipif(RELEASE < (2, 12), reason="dynamo takes no object in a context_fn there")
+@pytest.mark.skipif(RELEASE < (2, 12), reason="dynamo of torch 2.9 takes no object here")
 def test_the_policy_holds_in_a_compiled_model(policy: Policy, recomputed_in_backward: int) -> None:
     model = stack()
     apply_policy(model, policy)
     assert compiled_matmuls(model) == (8, 16 + recomputed_in_backward)
 
 
-@pytest.mark.skipif(RELEASE < (2, 12), reason="dynamo takes no object in a context_fn there")
+@pytest.mark.skipif(RELEASE < (2, 12), reason="dynamo of torch 2.9 takes no object here")
 def test_compiled_gradients_are_those_of_the_plain_model() -> None:
     plain = run(stack(), tokens())
     model = stack()

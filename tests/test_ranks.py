@@ -38,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("only_new_objects")
 CPU = torch.device("cpu")
 LAYERS = ["blocks.0", "blocks.1", "blocks.2"]
 FULL = checkpoint_layers(LAYERS)
-# Releases before 2.12 free some of what FSDP2 holds later, by chance.
+# With torch 2.9 peaks under FSDP2 were 2176 bytes apart; why was not looked into.
 FREED_LATER_BYTES = 0 if tiny.RELEASE >= (2, 12) else 4096
 SAVE_MATMUL = checkpoint_layers(LAYERS[:2], Tier(ops=(tiny.MM,)))
 ENVIRONMENT = {

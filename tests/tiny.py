@@ -21,7 +21,7 @@ HIDDEN = 8
 RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
 """Of torch: what is counted to the op are the ops of 2.13, and older ones run a few more."""
 CHECKPOINT_RUNS_OPS = RELEASE < (2, 12)
-"""Whether `checkpoint()` itself runs an op, an empty one, in each region."""
+"""Whether `checkpoint()` itself runs an op, an empty one, in each region: 2.9 does, 2.12 not."""
 
 
 class Block(nn.Module):

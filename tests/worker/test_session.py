@@ -374,7 +374,7 @@ def routed_session(loss_fn: Loss | None = None) -> Session:
     return Session(workload, SessionSettings(spec="here", steps=2), CPU, "hash")
 
 
-@pytest.mark.skipif(tiny.RELEASE < (2, 12), reason="nonzero() stays fake there")
+@pytest.mark.skipif(tiny.RELEASE < (2, 12), reason="with torch 2.9 it has no forecast")
 def test_a_step_that_fake_tensors_cannot_run_is_forecast_by_running_it() -> None:
     session = routed_session()
     (note,) = session.describe().notes
@@ -401,7 +401,7 @@ def test_a_step_whose_ops_are_stricter_with_fake_tensors_is_forecast_by_running_
     assert outcome.forecast_peak_bytes == outcome.measurement.allocated_bytes
 
 
-@pytest.mark.skipif(tiny.RELEASE < (2, 12), reason="nonzero() stays fake there")
+@pytest.mark.skipif(tiny.RELEASE < (2, 12), reason="with torch 2.9 it has no forecast")
 def test_a_step_that_does_not_fit_plain_is_profiled_layer_by_layer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
