@@ -52,6 +52,10 @@ class CompileOptions:
         return {name: value for name, value in given if value is not None}
 
 
+class CompilesNothing(Exception):
+    """The model runs eagerly all the same."""
+
+
 class Compiler:
     """Compiles one model in place under policies, each as long as `applied` lasts.
 
@@ -95,6 +99,13 @@ class Compiler:
             raise RuntimeError(
                 f"the step never calls the model ({type(self._model).__name__}) itself, so nothing "
                 "of it is compiled; in loss_fn or step, call model(...) and none of its methods"
+            )
+
+    def check_compiled_since(self, graphs: int) -> None:
+        """Raises CompilesNothing if no graph was compiled since `graphs` was so many."""
+        if self.graphs == graphs:
+            raise CompilesNothing(
+                "torch.compile compiles nothing of the model; TORCH_LOGS=graph_breaks says why"
             )
 
     def recompile_reason(self) -> str:
@@ -141,7 +152,7 @@ def compiled_by(policy: Policy | PolicyModule) -> Compiled | None:
         return policy.compiled
     if getattr(policy, "COMPILE", None) is None:
         return None
-    return Compiled(memory_budget=getattr(policy, "MEMORY_BUDGET", 1.0))
+    return Compiled.of_settings(getattr(policy, "SETTINGS", {}))
 
 
 def is_compiled(model: torch.nn.Module) -> bool:
@@ -218,7 +229,7 @@ def _config_patched(compiled: Compiled) -> Iterator[None]:
     from torch._functorch import config as functorch_config
 
     with (
-        functorch_config.patch(activation_memory_budget=compiled.memory_budget),
+        functorch_config.patch(compiled.settings),
         dynamo_config.patch(recompile_limit=_NO_LIMIT, accumulated_recompile_limit=_NO_LIMIT),
     ):
         yield

@@ -178,6 +178,7 @@ class _Stages:
             options.granularity,
             options.tiers,
             options.run_modes,
+            can_profile=store.environment.device != "cpu",
         )
         if not options.fresh:
             for other in start_from_others(store, options.root, space.decisions):

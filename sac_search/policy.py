@@ -6,7 +6,7 @@ Frozen and hashable; policies that run the same way have the same key, however t
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,9 @@ from sac_search import records
 
 # A release that does not know what is compiled would run it eagerly, so it must not read it.
 COMPILED_SCHEMA_VERSION = 2
+# What torch takes if nobody says.
+DEFAULT_SOLVER = "dp"
+DEFAULT_ESTIMATOR = "flops"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,12 +67,45 @@ class Compiled:
     memory_budget: float = 1.0
     """torch's `activation_memory_budget`: the part of the saved activations that its partitioner
     may keep, by its own estimate. 1 leaves the choice to compile's default."""
+    solver: str = DEFAULT_SOLVER
+    """torch's `activation_memory_budget_solver`: who chooses what to keep under that budget."""
+    estimator: str = DEFAULT_ESTIMATOR
+    """torch's `activation_memory_budget_runtime_estimator`: by which seconds."""
     prefer: bool = False
     """Gives what the tiers say as preferences (PREFER_SAVE), which the partitioner may override."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.memory_budget <= 1:
             raise ValueError(f"the memory budget is {self.memory_budget}; it is a part, 0 to 1")
+
+    @property
+    def settings(self) -> dict[str, float | str]:
+        """torch's settings that this says, by their names in `torch._functorch.config`."""
+        found: dict[str, float | str] = {"activation_memory_budget": self.memory_budget}
+        if self.memory_budget < 1:
+            found |= {
+                "activation_memory_budget_solver": self.solver,
+                "activation_memory_budget_runtime_estimator": self.estimator,
+            }
+        if not self.is_default:
+            # torch 2.13's cache of compiled graphs tells neither of the two apart.
+            found["enable_autograd_cache"] = False
+        return found
+
+    @classmethod
+    def of_settings(cls, settings: Mapping[str, Any]) -> Compiled:
+        """Returns what torch's settings say, as `settings` has them; of a file that is exported."""
+        return cls(
+            memory_budget=settings.get("activation_memory_budget", 1.0),
+            solver=settings.get("activation_memory_budget_solver", DEFAULT_SOLVER),
+            estimator=settings.get("activation_memory_budget_runtime_estimator", DEFAULT_ESTIMATOR),
+        )
+
+    @property
+    def is_default(self) -> bool:
+        """Whether solver and estimator are torch's own choice, or mean nothing."""
+        own = (self.solver, self.estimator) == (DEFAULT_SOLVER, DEFAULT_ESTIMATOR)
+        return own or self.memory_budget == 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +147,8 @@ class Policy:
             saves = any(not self.tiers[choice.tier].saves_nothing for choice in self.layers)
             prefers = self.compiled.prefer and saves
             used.append(("compiled", round(self.compiled.memory_budget, 6), prefers))
+            if not self.compiled.is_default:
+                used.append((self.compiled.solver, self.compiled.estimator))
         return hashlib.sha256(records.encode(used)).hexdigest()[:16]
 
     @property
@@ -147,7 +185,9 @@ class Policy:
         parts = sum(1 + len(self.tiers[tier].ops) for tier in used) + bool(self.layers)
         if self.compiled is None:
             return parts
-        return parts + 1 + (self.compiled.memory_budget < 1) + self.compiled.prefer
+        compiled = self.compiled
+        settings = 1 + (compiled.memory_budget < 1) + (not compiled.is_default) + compiled.prefer
+        return parts + settings
 
     def describe(self) -> str:
         """Returns the policy in a few words: `7 layers: save matmul, attention`."""
@@ -157,6 +197,8 @@ class Policy:
         words = ["compiled"]
         if self.compiled.memory_budget < 1:
             words.append(f"memory budget {self.compiled.memory_budget:.2f}")
+            if not self.compiled.is_default:
+                words[-1] += f" ({self.compiled.solver}, {self.compiled.estimator})"
         if self.compiled.prefer:
             words.append("as preferences")
         if self.layers or len(words) == 1:

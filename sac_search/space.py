@@ -5,8 +5,9 @@ For each kind of layers: a variable per op class, or per op site, that can be sa
 (`layers.GPT2Block`). A second tier has the same variables again (`tier2.save.…`,
 `tier2.layers.GPT2Block`), for the layers that follow. Where each layer is chosen by itself, its
 variable says which tier it has (`layer.h.3`). Where compiling is searched as well, one says how the
-model runs (`compile`), and one is torch's own memory budget (`activation_memory_budget`). Pure: no
-Optuna, no device.
+model runs (`compile`), one is torch's own memory budget (`activation_memory_budget`), and two are
+its settings (`activation_memory_budget_solver`, `activation_memory_budget_runtime_estimator`).
+Pure: no Optuna, no device.
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from sac_search.opclasses import OpClass, packets_of
-from sac_search.policy import Compiled, LayerChoice, Policy, Tier
+from sac_search.policy import (
+    DEFAULT_ESTIMATOR,
+    DEFAULT_SOLVER,
+    Compiled,
+    LayerChoice,
+    Policy,
+    Tier,
+)
 from sac_search.trace import LayerTrace, OpTrace
 
 # Classes that are never saved: an op that nobody knows, and communication.
@@ -29,6 +37,11 @@ _WORTH_FRACTION = 0.003
 _TIER_PREFIXES = ("", "tier2.")
 _MODE = "compile"
 _BUDGET = "activation_memory_budget"
+_SOLVER = "activation_memory_budget_solver"
+_ESTIMATOR = "activation_memory_budget_runtime_estimator"
+# The others that torch has find what the first finds, or are called experimental there.
+_SOLVERS = (DEFAULT_SOLVER, "greedy", "ilp")
+_ESTIMATORS = (DEFAULT_ESTIMATOR, "profile")
 _HUNDREDTHS = 100
 
 
@@ -84,6 +97,8 @@ class DecisionType(enum.Enum):
     """Which of the space's modes the model runs in."""
     PART = enum.auto()
     """Hundredths of a whole."""
+    NAME = enum.auto()
+    """One of a few names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +153,8 @@ class SearchSpace:
     """Save sets that layers of one kind may have, 1 or 2."""
     run_modes: tuple[RunMode, ...] = EAGER_ONLY
     """How the model may run."""
+    can_profile: bool = False
+    """Whether torch's memory budget can go by seconds that torch measures: not on the CPU."""
 
     @functools.cached_property
     def kinds(self) -> dict[str, list[str]]:
@@ -155,8 +172,19 @@ class SearchSpace:
             highest, names = len(self.run_modes) - 1, tuple(map(str, self.run_modes))
             found.append(Decision(name=_MODE, highest=highest, type=DecisionType.MODE, names=names))
         if RunMode.BUDGET in self.run_modes:
-            found.append(Decision(name=_BUDGET, highest=_HUNDREDTHS, type=DecisionType.PART))
+            found += self._budget_decisions
         return found + self._layer_decisions
+
+    @functools.cached_property
+    def _budget_decisions(self) -> list[Decision]:
+        named = {_SOLVER: _SOLVERS} | ({_ESTIMATOR: _ESTIMATORS} if self.can_profile else {})
+        return [
+            Decision(name=_BUDGET, highest=_HUNDREDTHS, type=DecisionType.PART),
+            *(
+                Decision(name=name, highest=len(names) - 1, type=DecisionType.NAME, names=names)
+                for name, names in named.items()
+            ),
+        ]
 
     @functools.cached_property
     def _layer_decisions(self) -> list[Decision]:
@@ -179,9 +207,7 @@ class SearchSpace:
 
     def decisions_in(self, mode: RunMode) -> list[Decision]:
         """Returns the variables that mean something in a mode, the mode itself left out."""
-        if mode.has_layers:
-            return self._layer_decisions
-        return [decision for decision in self.decisions if decision.type is DecisionType.PART]
+        return self._layer_decisions if mode.has_layers else self._budget_decisions
 
     def decisions_for(self, assignment: Assignment) -> list[Decision]:
         """Returns the variables that mean something in an assignment."""
@@ -229,7 +255,12 @@ class SearchSpace:
         """
         mode = self.mode_in(assignment)
         if mode is RunMode.BUDGET:
-            return Policy(compiled=Compiled(memory_budget=assignment[_BUDGET] / _HUNDREDTHS))
+            compiled = Compiled(
+                memory_budget=assignment[_BUDGET] / _HUNDREDTHS,
+                solver=_SOLVERS[assignment[_SOLVER]],
+                estimator=_ESTIMATORS[assignment.get(_ESTIMATOR, 0)],
+            )
+            return Policy(compiled=compiled)
         return self.policy_of(self.choices_for(assignment), mode)
 
     def choices_for(self, assignment: Assignment) -> Choices:
@@ -284,10 +315,29 @@ class SearchSpace:
             return found
         return replace(found, compiled=Compiled(prefer=mode is RunMode.PREFER))
 
-    def budget_assignment(self, hundredths: int) -> Assignment:
-        """Returns the assignment that compiles under torch's own memory budget."""
-        values = {_MODE: self.run_modes.index(RunMode.BUDGET), _BUDGET: hundredths}
+    def budget_assignment(
+        self,
+        hundredths: int,
+        setting: tuple[str, str] = (DEFAULT_SOLVER, DEFAULT_ESTIMATOR),
+    ) -> Assignment:
+        """Returns the assignment that compiles under torch's own memory budget.
+
+        `setting` is one of `budget_settings`.
+        """
+        solver, estimator = setting
+        values = {
+            _MODE: self.run_modes.index(RunMode.BUDGET),
+            _BUDGET: hundredths,
+            _SOLVER: _SOLVERS.index(solver),
+            _ESTIMATOR: _ESTIMATORS.index(estimator),
+        }
         return self.completed(values)
+
+    @property
+    def budget_settings(self) -> list[tuple[str, str]]:
+        """Solvers and estimators of torch's memory budget, torch's own choice first."""
+        estimators = _ESTIMATORS if self.can_profile else _ESTIMATORS[:1]
+        return list(itertools.product(_SOLVERS, estimators))
 
     def assignment_of(self, choices: Choices, mode: RunMode = RunMode.EAGER) -> Assignment | None:
         """Returns the assignment that stands for `choices` in a mode, or None if none does."""
@@ -472,6 +522,7 @@ def build_space(
     granularity: Granularity = Granularity.CLASS,
     tiers: int = 1,
     run_modes: tuple[RunMode, ...] = EAGER_ONLY,
+    can_profile: bool = False,
 ) -> SearchSpace:
     """Returns the decisions for traced layers."""
     reasons = unsavable_ops(layers, granularity)
@@ -512,6 +563,7 @@ def build_space(
         granularity=granularity,
         tiers=tiers,
         run_modes=run_modes,
+        can_profile=can_profile,
     )
 
 

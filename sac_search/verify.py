@@ -74,6 +74,7 @@ def verify_policy(
 
     Raises:
         NonFiniteLoss: the loss is NaN or infinite, under either policy.
+        CompilesNothing: the policy is compiled, but torch leaves all of the model to eager code.
         Exception: whatever the step raises, under either policy.
     """
     fixed = _Fixed(
@@ -85,7 +86,10 @@ def verify_policy(
     eager_difference = None
     try:
         with random_states_kept():
+            graphs = fixed.compiler.graphs
             first = _run_until_finite(fixed, reference, peers)
+            if is_compiled:
+                fixed.compiler.check_compiled_since(graphs)
             # One after the other: the gradients of three runs at once may not fit into main memory.
             noise = _compare(_run(fixed, reference), first)
             found = _compare(_run(fixed, policy), first)

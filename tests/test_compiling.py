@@ -27,7 +27,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from sac_search.api import search
 from sac_search.apply import applied, apply_policy, load_policy_module
-from sac_search.compiling import CompileOptions, Compiler, is_compiled
+from sac_search.compiling import CompileOptions, Compiler, CompilesNothing, is_compiled
 from sac_search.device import Clock
 from sac_search.errors import UsageError
 from sac_search.measure import StepMeter
@@ -135,20 +135,23 @@ def test_nothing_is_left_on_the_model_in_the_config_or_in_the_caches() -> None:
     model = tiny.stack(3)
     compiler = Compiler(model, EAGER)
     attributes, classes = dict(vars(model)), [type(module) for module in model.modules()]
-    config = functorch_config.activation_memory_budget, torch._dynamo.config.recompile_limit
+    configs = [functorch_config, torch._dynamo.config]
+    before = [config.get_config_copy() for config in configs]
+    policies = [
+        compiled(SAVE_MM),
+        budget(0.25),
+        Policy(compiled=Compiled(memory_budget=0.25, solver="greedy")),
+    ]
 
-    for policy in (compiled(SAVE_MM), budget(0.25)):
+    for policy in policies:
         with compiler.applied(policy):
             assert is_compiled(model)
-            assert functorch_config.activation_memory_budget == policy.compiled.memory_budget
+            assert policy.compiled.settings.items() <= functorch_config.get_config_copy().items()
             model(tiny.tokens())
         assert dict(vars(model)) == attributes
         assert [type(module) for module in model.modules()] == classes
-        assert (
-            functorch_config.activation_memory_budget,
-            torch._dynamo.config.recompile_limit,
-        ) == config
-    assert cached_graphs() == 2
+        assert [config.get_config_copy() for config in configs] == before
+    assert cached_graphs() == 3
 
     compiler.forget()
 
@@ -370,6 +373,21 @@ def test_what_a_tier_saves_is_not_recomputed(graphs: Graphs) -> None:
     assert saved == graphs.matmuls(budget(1)) < graphs.matmuls(compiled(FULL))
 
 
+def test_solvers_keep_different_things_under_one_budget(graphs: Graphs) -> None:
+    def saved(solver: str) -> list[int]:
+        work = workload(tiny.stack(4))
+        policies = [Policy(compiled=Compiled(memory_budget=b, solver=solver)) for b in (0.3, 0.2)]
+        return [outcome.measurement.peak_bytes for outcome in compare(work, policies)]
+
+    assert len({tuple(saved(solver)) for solver in ("dp", "greedy", "ilp")}) > 1
+
+
+def test_a_setting_that_torch_does_not_have_fails_with_its_words() -> None:
+    unknown = Policy(compiled=Compiled(memory_budget=0.2, solver="magic"))
+    [outcome] = compare(workload(), [unknown])
+    assert outcome.failure is not None and "magic" in outcome.failure.message
+
+
 # --- verification ---------------------------------------------------------------------------------
 
 
@@ -412,6 +430,18 @@ def test_compiled_code_that_is_wrong_does_not_pass() -> None:
     found = verify_policy(work, budget(0.9), COMPILE_ALONE, "compile", CPU, compiler=compiler)
     assert not found.passed
     assert "Compiled code itself, with no policy on it, is off by" in found.note
+
+
+def test_what_runs_eagerly_is_not_verified_as_compiled() -> None:
+    class Left(tiny.Stack):
+        @torch.compiler.disable
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)
+
+    work = workload(Left(tiny.Block()))
+    compiler = Compiler(work.model, EAGER)
+    with pytest.raises(CompilesNothing, match="compiles nothing of the model"):
+        verify_policy(work, budget(0.5), COMPILE_ALONE, "compile", CPU, compiler=compiler)
 
 
 # --- layers that hold compiled code ---------------------------------------------------------------

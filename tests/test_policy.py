@@ -354,6 +354,36 @@ def test_a_compiled_policy_survives_json_and_says_that_older_releases_must_not_r
         records.decode(json.dumps(document), Policy)
 
 
+def test_a_setting_of_torchs_budget_counts_where_there_is_a_budget() -> None:
+    greedy = Policy(compiled=Compiled(memory_budget=0.5, solver="greedy"))
+    profiled = Policy(compiled=Compiled(memory_budget=0.5, estimator="profile"))
+    assert len({BUDGET.key, greedy.key, profiled.key}) == 3
+    assert Policy(compiled=Compiled(solver="greedy")).key == COMPILE_ALONE.key
+    assert greedy.describe() == "compiled, memory budget 0.50 (greedy, flops)"
+    assert profiled.describe() == "compiled, memory budget 0.50 (dp, profile)"
+    assert greedy.complexity > BUDGET.complexity
+
+
+@pytest.mark.parametrize(
+    "compiled",
+    [
+        Compiled(),
+        Compiled(memory_budget=0.5),
+        Compiled(memory_budget=0.5, solver="greedy"),
+        Compiled(memory_budget=0.0, estimator="profile"),
+    ],
+)
+def test_torchs_settings_are_read_back(compiled: Compiled) -> None:
+    assert Compiled.of_settings(compiled.settings) == compiled
+
+
+def test_no_cached_graph_is_taken_for_one_of_another_solver() -> None:
+    # torch 2.13 looks up compiled graphs by the budget, but not by who keeps to it.
+    assert Compiled(memory_budget=0.5, solver="ilp").settings["enable_autograd_cache"] is False
+    assert "enable_autograd_cache" not in Compiled(memory_budget=0.5).settings
+    assert Compiled().settings == {"activation_memory_budget": 1.0}
+
+
 def test_simpler_is_what_says_less() -> None:
     ladder = [NO_CHECKPOINTING, COMPILE_ALONE, BUDGET, COMPILED, PREFERRED]
     assert [p.complexity for p in ladder] == sorted({p.complexity for p in ladder})

@@ -736,8 +736,10 @@ def test_modes_and_a_memory_budget_are_decisions_beside_the_others() -> None:
     assert [(d.name, d.highest) for d in added] == [
         ("compile", 3),
         ("activation_memory_budget", 100),
+        ("activation_memory_budget_solver", 2),
     ]
     assert added[0].names == tuple(map(str, ALL_MODES))
+    assert added[2].names == ("dp", "greedy", "ilp")
     assert [d for d in space.decisions if d not in added] == plain.decisions
 
 
@@ -770,6 +772,31 @@ def test_a_memory_budget_is_in_hundredths() -> None:
     found = {space.policy_for(space.budget_assignment(h)).key for h in range(101)}
     assert len(found) == 101
     assert space.policy_for(space.budget_assignment(100)).key == COMPILE_ALONE.key
+
+
+def test_torch_measures_ops_where_it_can() -> None:
+    plain, space = (
+        build_space(make_layers(2), run_modes=ALL_MODES, can_profile=can) for can in (False, True)
+    )
+    assert [d.name for d in space.decisions if d not in plain.decisions] == [
+        "activation_memory_budget_runtime_estimator"
+    ]
+    assert plain.budget_settings == [("dp", "flops"), ("greedy", "flops"), ("ilp", "flops")]
+    assert {estimator for _, estimator in space.budget_settings} == {"flops", "profile"}
+
+
+@pytest.mark.parametrize("can_profile", [False, True])
+def test_every_setting_of_a_memory_budget_is_a_policy_of_its_own(can_profile: bool) -> None:
+    space = build_space(make_layers(2), run_modes=ALL_MODES, can_profile=can_profile)
+    found = {}
+    for setting in space.budget_settings:
+        compiled = space.policy_for(space.budget_assignment(40, setting)).compiled
+        assert (compiled.memory_budget, compiled.solver, compiled.estimator) == (0.4, *setting)
+        found[Policy(compiled=compiled).key] = setting
+        # Without a budget they mean nothing.
+        whole = space.policy_for(space.budget_assignment(100, setting))
+        assert whole.key == COMPILE_ALONE.key
+    assert len(found) == len(space.budget_settings)
 
 
 def test_where_a_mode_is_not_searched_nothing_stands_for_it() -> None:

@@ -24,7 +24,7 @@ from sac_search.policy_runtime import (
 
 LAYERS: dict[str, int] = {}
 COMPILE: dict[str, Any] | None = None
-MEMORY_BUDGET = 1.0
+SETTINGS: dict[str, Any] = {}
 META: dict[str, Any] = {"study_name": "", "environment": {"torch_version": torch.__version__}}
 _CONTEXT_FNS: tuple[Callable[[], Any] | None, ...] = ()
 
@@ -41,8 +41,8 @@ _ENABLERS = (
 )
 # What torch.utils.checkpoint.checkpoint takes for itself.
 _OPTIONS = frozenset(("preserve_rng_state", "determinism_check", "debug", "early_stop"))
-# The models that `apply` compiled, each with the memory budget and the call that it had before.
-_COMPILED = weakref.WeakKeyDictionary[torch.nn.Module, tuple[float, Any]]()
+# The models that `apply` compiled, each with the settings and the call that it had before.
+_COMPILED = weakref.WeakKeyDictionary[torch.nn.Module, tuple[dict[str, Any], Any]]()
 # What to do when a model is checkpointed already.
 _WRAPPED = "leave CheckpointWrapper out, the policy takes its place."
 _SWITCHED_ON = (
@@ -55,8 +55,8 @@ def apply(model: torch.nn.Module, compile: bool = True) -> torch.nn.Module:  # n
     """Checkpoints the policy's layers of `model` and returns the model.
 
     A policy that was found for a compiled model compiles it, too, by `model.compile(**COMPILE)`,
-    and sets torch's `activation_memory_budget` to MEMORY_BUDGET until `remove`; with
-    `compile=False` both are left to you. Other policies compile nothing.
+    and sets SETTINGS (torch's `activation_memory_budget` above all) in `torch._functorch.config`
+    until `remove`; with `compile=False` both are left to you. Other policies compile nothing.
 
     Parameter names, state-dict keys and `isinstance` answers stay as they are. Layers are found by
     their names, also behind the wrappers of torch.compile, DDP, FSDP and PEFT, whether these wrap
@@ -253,29 +253,30 @@ def _checkpoint(model: torch.nn.Module, layers: dict[torch.nn.Module, _Found]) -
 def _compile(model: torch.nn.Module, arguments: dict[str, Any]) -> None:
     from torch._functorch import config
 
-    before = config.activation_memory_budget
+    before = {name: getattr(config, name) for name in SETTINGS}
     _COMPILED[model] = (before, vars(model).get("_compiled_call_impl"))
-    _set_memory_budget(MEMORY_BUDGET)
+    _set_settings(SETTINGS)
     model.compile(**arguments)
 
 
 def _undo_compile(module: torch.nn.Module) -> None:
     if module not in _COMPILED:
         return
-    memory_budget, call = _COMPILED.pop(module)
-    _set_memory_budget(memory_budget)
+    settings, call = _COMPILED.pop(module)
+    _set_settings(settings)
     del module._compiled_call_impl
     if call is not None:
         module._compiled_call_impl = call
 
 
-def _set_memory_budget(memory_budget: float) -> None:
+def _set_settings(settings: dict[str, Any]) -> None:
     from torch._functorch import config
 
-    # It stays, since torch compiles when the model first runs. Graphs that were compiled before
-    # would be found again whatever this says, so they are dropped.
-    if config.activation_memory_budget != memory_budget:
-        config.activation_memory_budget = memory_budget
+    # They stay, since torch compiles when the model first runs. Graphs that were compiled before
+    # would be found again whatever these say, so they are dropped.
+    if any(getattr(config, name) != value for name, value in settings.items()):
+        for name, value in settings.items():
+            setattr(config, name, value)
         torch.compiler.reset()
 
 

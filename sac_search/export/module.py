@@ -62,10 +62,10 @@ _DATA = """
 # The layers that are checkpointed (fully qualified names), each with the index of its tier.
 LAYERS = {layers}
 
-# What apply(model) gives model.compile(), and torch's activation_memory_budget meanwhile; None
+# What apply(model) gives model.compile(), and sets in torch._functorch.config meanwhile; None
 # leaves compiling to others.
 COMPILE = {compile}
-MEMORY_BUDGET = {memory_budget}
+SETTINGS = {settings}
 
 # Where these figures come from: environment, budget, evidence.
 META = {meta}
@@ -124,7 +124,7 @@ def render_module(
     data = _DATA.format(
         layers=_literal(layers),
         compile=_literal(arguments),
-        memory_budget=1.0 if compiled is None else compiled.memory_budget,
+        settings=_literal({} if compiled is None else compiled.settings),
         meta=_literal(full_meta),
         tiers="\n    " + "\n    ".join(_render_tier(tier, compiled) for tier in tiers) + "\n",
         functions=functions + _render_context_fns(tiers),

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable
+from collections.abc import Set as AbstractSet
 
 from sac_search.failures import OF_MEMORY
 from sac_search.space import Assignment, RunMode, SearchSpace
@@ -27,6 +28,7 @@ _LEAST_WEIGHT = 0.05
 # looked into.
 _SMALLEST_GAP = 2
 _WIDE_GAP = 12
+_HUNDREDTHS = 100
 
 
 def mode_weights(
@@ -72,22 +74,32 @@ def compile_failure(candidates: Iterable[Candidate]) -> Candidate | None:
 def next_budget(
     space: SearchSpace, candidates: Iterable[Candidate], budget_bytes: int, taken: Container[str]
 ) -> Assignment | None:
-    """Returns a memory budget in a gap between those that were tried, or None.
+    """Returns a memory budget that was not tried, or a tried one with another solver, or None.
 
-    Next to the best that fits, the larger gap first; elsewhere where there is a wide one.
+    Beside the best that fits: a wide gap between those tried first, the larger one of two; then
+    torch's other solvers and estimators at the best itself; then the narrower gaps. Elsewhere only
+    wide gaps.
     """
-    tried: dict[int, Candidate] = {}
-    for candidate in candidates:
-        compiled = candidate.policy.compiled
-        if compiled is not None and not candidate.policy.layers:
-            tried[round(100 * compiled.memory_budget)] = candidate
-    gaps = _gaps(sorted(tried))
+    tried = {
+        (round(_HUNDREDTHS * compiled.memory_budget), (compiled.solver, compiled.estimator)): c
+        for c in candidates
+        if (compiled := c.policy.compiled) is not None and not c.policy.layers
+    }
     best = rank(tried.values(), budget_bytes)[:1]
-    place = next((h for h, c in tried.items() if best and c is best[0]), None)
-    beside = [g for g in gaps if place in g and g[1] - g[0] > _SMALLEST_GAP]
-    wide = [g for g in gaps if g[1] - g[0] >= _WIDE_GAP]
-    for low, high in sorted(beside, key=_width) + sorted(wide, key=_width):
-        assignment = space.budget_assignment((low + high) // 2)
+    place, setting = next(
+        (at for at, candidate in tried.items() if best and candidate is best[0]),
+        (None, space.budget_settings[0]),
+    )
+    gaps = sorted(_gaps({hundredths for hundredths, _ in tried}), key=_width)
+    wide = [gap for gap in gaps if gap[1] - gap[0] >= _WIDE_GAP]
+    beside = [gap for gap in gaps if place in gap and gap[1] - gap[0] > _SMALLEST_GAP]
+    proposals = [
+        *((_middle(gap), setting) for gap in beside if gap in wide),
+        *((place, other) for other in space.budget_settings if place not in (None, _HUNDREDTHS)),
+        *((_middle(gap), setting) for gap in beside + wide),
+    ]
+    for hundredths, with_setting in proposals:
+        assignment = space.budget_assignment(hundredths, with_setting)
         if space.policy_for(assignment).key not in taken:
             return assignment
     return None
@@ -108,10 +120,14 @@ def next_preference(
     return None
 
 
-def _gaps(tried: Sequence[int]) -> list[tuple[int, int]]:
+def _gaps(tried: AbstractSet[int]) -> list[tuple[int, int]]:
     # Zero and the whole are ends of the range whether they were tried or not.
     points = sorted({-1, *tried, 101})
     return [(low, high) for low, high in itertools.pairwise(points) if high - low > 1]
+
+
+def _middle(gap: tuple[int, int]) -> int:
+    return (gap[0] + gap[1]) // 2
 
 
 def _width(gap: tuple[int, int]) -> int:

@@ -129,13 +129,14 @@ def make_sampler(
 def distribution_of(decision: Decision) -> BaseDistribution:
     """Returns where Optuna draws a decision from.
 
-    Yes and no, a whole number, a layer's tier, the name of a mode, or a part of one in hundredths.
+    Yes and no, a whole number, a layer's tier, one of several names, or a part of one in
+    hundredths.
     """
     if decision.type is DecisionType.COUNT:
         return IntDistribution(0, decision.highest)
     if decision.type is DecisionType.PART:
         return FloatDistribution(0.0, 1.0, step=1 / decision.highest)
-    if decision.type is DecisionType.MODE:
+    if decision.names:
         return CategoricalDistribution(decision.names)
     if decision.highest == 1:
         return CategoricalDistribution([False, True])

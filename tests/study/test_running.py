@@ -57,6 +57,10 @@ def budget(part: float) -> Policy:
     return Policy(compiled=Compiled(memory_budget=part))
 
 
+def with_setting(part: float, **setting: str) -> Policy:
+    return Policy(compiled=Compiled(memory_budget=part, **setting))
+
+
 def compiled(policy: Policy, *, prefer: bool = False) -> Policy:
     return dataclasses.replace(policy, compiled=Compiled(prefer=prefer))
 
@@ -92,9 +96,52 @@ class TestNextBudget:
         known = [at(p, peak=200) for p in (0.1, 0.3, 0.7, 1.0)]
         assert self.proposed(*known) == 0.5
 
-    def test_is_none_when_all_gaps_are_narrow(self) -> None:
+    def test_is_none_when_all_gaps_are_narrow_and_all_solvers_tried(self) -> None:
         known = [at(h / 100, seconds=1 + abs(h - 50) / 100) for h in range(0, 101, 2)]
-        assert self.proposed(*known) is None
+        others = {with_setting(0.5, solver=solver).key for solver in ("greedy", "ilp")}
+        keys = {candidate.policy.key for candidate in known}
+        assert self.proposed(*known, taken=keys) == 0.5
+        assert self.proposed(*known, taken=keys | others) is None
+
+    def test_has_other_solvers_at_the_best_once_no_wide_gap_is_beside_it(self) -> None:
+        known = [at(0.4), at(0.5, seconds=0.8), at(0.6), at(0.8, peak=200)]
+        assert [policy.describe() for policy in self.in_turn(known, 4)] == [
+            "compiled, memory budget 0.50 (greedy, flops)",
+            "compiled, memory budget 0.50 (ilp, flops)",
+            "compiled, memory budget 0.45",
+            "compiled, memory budget 0.55",
+        ]
+
+    def test_goes_on_with_the_solver_that_is_best(self) -> None:
+        fast = make_candidate("fast", policy=with_setting(0.5, solver="ilp"), seconds=0.5)
+        known = [at(0.4), at(0.5), at(0.6), fast]
+        assert [policy.describe() for policy in self.in_turn(known, 3)] == [
+            "compiled, memory budget 0.50 (greedy, flops)",
+            "compiled, memory budget 0.45 (ilp, flops)",
+            "compiled, memory budget 0.55 (ilp, flops)",
+        ]
+
+    def test_can_go_by_measured_seconds_on_an_accelerator(self) -> None:
+        known = [at(0.4), at(0.5, seconds=0.8), at(0.6)]
+        found = self.in_turn(known, 5, build_space(make_layers(6), run_modes=ALL, can_profile=True))
+        assert [(p.compiled.solver, p.compiled.estimator) for p in found] == [
+            ("dp", "profile"),
+            ("greedy", "flops"),
+            ("greedy", "profile"),
+            ("ilp", "flops"),
+            ("ilp", "profile"),
+        ]
+
+    def in_turn(
+        self, known: list[Candidate], count: int, space: SearchSpace | None = None
+    ) -> list[Policy]:
+        space, taken, found = space or space_of(), {c.policy.key for c in known}, []
+        for _ in range(count):
+            assignment = next_budget(space, known, 100, taken)
+            assert assignment is not None
+            found.append(space.policy_for(assignment))
+            taken.add(found[-1].key)
+        return found
 
     def test_leaves_out_what_others_measure(self) -> None:
         known = [at(0.3), at(0.7, peak=200), at(1.0, peak=200)]
@@ -174,7 +221,8 @@ def test_every_mode_is_tried_and_nothing_twice() -> None:
     # Only what means something is a parameter of a trial, and every trial can be read again.
     for trial in search.store.study.trials:
         mode = trial.params["compile"]
-        assert ("activation_memory_budget" in trial.params) == (mode == RunMode.BUDGET)
+        for name in ("activation_memory_budget", "activation_memory_budget_solver"):
+            assert (name in trial.params) == (mode == RunMode.BUDGET)
         assert any(name.startswith("save.") for name in trial.params) == (mode != RunMode.BUDGET)
     assert len(search._assignments_asked()) >= len(search.trial_candidates())
 
@@ -208,6 +256,15 @@ def test_a_good_memory_budget_is_found_between_the_first_ones() -> None:
     )
     best = _best(run(measurer, trials=30))
     assert best.policy.compiled.memory_budget == pytest.approx(0.61, abs=0.05)
+
+
+def test_the_solver_that_is_good_here_is_found() -> None:
+    measurer = measurer_of(
+        compiled_seconds=lambda p: 0.4 if p.compiled.solver == "ilp" else 0.6,
+        budget_bytes=lambda part: 0.5,
+    )
+    best = _best(run(measurer, trials=30))
+    assert best.policy.compiled is not None and best.policy.compiled.solver == "ilp"
 
 
 def test_an_eager_policy_is_only_compared_with_where_all_has_to_be_compiled() -> None:
