@@ -39,7 +39,7 @@ def make_result(
         candidates=tuple(candidates),
         best=winner.best,
         verification=winner.verification,
-        layer_count=len(store.layers),
+        layers=store.layers,
         floor_bytes=floor_of(find_candidate(candidates, FULL), store.layers),
         stop_reason=reason,
         evidence=store.evidence,
@@ -48,6 +48,7 @@ def make_result(
         notes=notes,
         interrupted=interrupted,
         compile_options=store.compile_options,
+        insights=store.insights,
     )
 
 

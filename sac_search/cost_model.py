@@ -239,3 +239,8 @@ class PeakModel:
         offset, factor = parameters
         highest = (budget_bytes / self._unit - offset) / max(factor, 0.1) * self._unit
         return round(float(highest))
+
+    def expected(self, forecast_bytes: int) -> int:
+        """Returns the measured peak that a forecast stands for, by the most likely parameters."""
+        offset, factor = self._posterior.mean
+        return round(float(offset * self._unit + max(factor, 0.1) * forecast_bytes))

@@ -177,12 +177,11 @@ def fsdp():
 '''
 FRESH = '''
 """Trains with the exported policies and without them: five steps, the same losses."""
-import json, pathlib, sys
+import importlib, json, pathlib, sys
 
 import torch
 import torch.distributed as dist
 import spread
-import policy_ddp, policy_fsdp
 
 HERE = pathlib.Path(__file__).parent
 
@@ -200,8 +199,8 @@ def losses(how, apply):
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
 found = {
-    how: [losses(how, lambda model: model), losses(how, policy.apply)]
-    for how, policy in (("ddp", policy_ddp), ("fsdp", policy_fsdp))
+    how: [losses(how, lambda m: m), losses(how, importlib.import_module(f"policy_{how}").apply)]
+    for how in ("ddp", "fsdp")
 }
 assert "sac_search" not in sys.modules
 (HERE / f"losses{dist.get_rank()}.json").write_text(json.dumps(found))
@@ -420,17 +419,43 @@ def test_an_interrupt_ends_all_ranks_and_keeps_the_best(fsdp: Searched) -> None:
 def test_exported_policies_train_alike_in_a_fresh_program(ddp: Searched, fsdp: Searched) -> None:
     for how, searched in (("ddp", ddp), ("fsdp", fsdp)):
         text = (searched.result.folder / "policy.py").read_text()
-        (searched.place.folder / f"policy_{how}.py").write_text(text)
-    job = ddp.place.start("fresh.py")
+        (ddp.place.folder / f"policy_{how}.py").write_text(text)
+    for plain, checkpointed in trained(ddp.place):
+        assert plain == checkpointed
+        assert plain[0] > plain[-1]
+
+
+def test_compiled_steps_of_ranks_are_searched_and_train_alike(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    compiling = ("--compile", "on", "--compile-backend", "aot_eager")
+    for how in ("ddp", "fsdp"):
+        job = place.search(how, "--budget-gb", "0.003", "--trials", "0", *compiling)
+        try:
+            finished(job)
+        finally:
+            stop(place, job)
+        result = load_result(tmp_path / "studies" / how)
+        assert result.best is not None and result.best.measurement is not None
+        assert result.best.policy.compiled is not None
+        assert result.best.measurement.peak_bytes <= result.budget_bytes
+        assert result.verification is not None and result.verification.passed
+        assert result.verification.reference == "compile"
+        text = (result.folder / "policy.py").read_text()
+        (tmp_path / f"policy_{how}.py").write_text(text)
+    for plain, compiled in trained(place):
+        assert compiled == pytest.approx(plain, rel=1e-4)
+        assert plain[0] > plain[-1]
+
+
+def trained(place: Place) -> list[list[list[float]]]:
+    """Returns for each rank and model the losses without the exported policy, and with it."""
+    job = place.start("fresh.py")
     try:
         finished(job)
     finally:
-        stop(ddp.place, job)
-    for rank in range(RANKS):
-        found = json.loads((ddp.place.folder / f"losses{rank}.json").read_text())
-        for plain, checkpointed in found.values():
-            assert plain == checkpointed
-            assert plain[0] > plain[-1]
+        stop(place, job)
+    files = [place.folder / f"losses{rank}.json" for rank in range(RANKS)]
+    return [pair for file in files for pair in json.loads(file.read_text()).values()]
 
 
 # --- the command line -----------------------------------------------------------------------------

@@ -14,10 +14,17 @@ import numpy as np
 
 from sac_search.cost_model import CostModel, Observation, PeakModel, PeakObservation
 from sac_search.planner import solve, solve_greedily
-from sac_search.planning import DryRun, PlannedPolicy, PolicyPlanner
+from sac_search.planning import DryRun, PlannedPolicy, PolicyPlanner, Prices
 from sac_search.profile import Profile
 from sac_search.space import Assignment, Choices, RunMode, SearchSpace
 from sac_search.study.candidate import Candidate
+from sac_search.study.insights import (
+    FrontierEstimate,
+    Insights,
+    LayerPrice,
+    SavePrice,
+    budgets_along,
+)
 from sac_search.study.neighbours import all_neighbours
 
 # Draws until a policy is met that was not measured; each is drawn from further afield.
@@ -157,3 +164,58 @@ class Advisor:
         bound_seconds = self._planner.bound(limit, self._costs.prices())
         # Nothing that has to be checkpointed goes without the start; a bound of zero may.
         return bound_seconds and bound_seconds + self._costs.start_seconds
+
+    def insights(self) -> Insights:
+        """Returns what is believed of costs, and the trade-off as far as it is planned in time."""
+        profile, prices = self._profile, self._costs.prices()
+        counts = [profile.order.count(index) for index in range(len(profile.kinds))]
+        kinds = list(zip(profile.kinds, prices, counts, strict=True))
+        return Insights(
+            saves=tuple(
+                SavePrice(
+                    kind=kind.name, label=label, layers=count, seconds=seconds, kept_bytes=kept
+                )
+                for kind, price, count in kinds
+                for seconds, label, kept in sorted(
+                    zip(price.label_seconds, kind.labels, kind.label_bytes, strict=True),
+                    reverse=True,
+                )
+            ),
+            layers=tuple(
+                LayerPrice(
+                    kind=kind.name,
+                    layers=count,
+                    recompute_seconds=price.other_seconds + sum(price.label_seconds),
+                    fixed_seconds=price.other_seconds,
+                    policy_seconds=price.policy_seconds,
+                    plain_bytes=kind.plain_bytes,
+                    alone_bytes=kind.alone_bytes,
+                )
+                for kind, price, count in kinds
+            ),
+            frontier=self._frontier(prices),
+        )
+
+    def _frontier(self, prices: Prices) -> tuple[FrontierEstimate, ...]:
+        lowest, highest = (
+            self._peaks.expected(max(sample.phase_peak_bytes.values()))
+            for sample in (self._profile.least_kept, self._profile.most_kept)
+        )
+        deadline = time.monotonic() + _MOST_SECONDS
+        found = []
+        for budget_bytes in budgets_along(self._budget_bytes, lowest, highest):
+            if time.monotonic() > deadline:
+                break
+            limit = self._peaks.highest_forecast(budget_bytes)
+            planned = self._planner.plan(limit, prices, dry_runs=_DRY_RUNS)
+            if planned is None:
+                continue
+            start_seconds = self._costs.start_seconds if planned.choices else 0.0
+            estimate = FrontierEstimate(
+                budget_bytes=budget_bytes,
+                peak_bytes=self._peaks.expected(planned.peak_bytes),
+                overhead_seconds=planned.overhead_seconds + start_seconds,
+                policy=planned.policy,
+            )
+            found.append(estimate)
+        return tuple(sorted(found, key=lambda estimate: estimate.budget_bytes))

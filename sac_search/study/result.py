@@ -13,6 +13,7 @@ from sac_search.policy import Policy, policy_document
 from sac_search.records import SCHEMA_VERSION, Environment, Evidence, Phase, Verification
 from sac_search.study.baselines import COMPILE, FULL, NONE
 from sac_search.study.candidate import Candidate
+from sac_search.study.insights import Insights
 from sac_search.trace import LayerTrace
 
 
@@ -34,8 +35,8 @@ class SearchResult:
     """The winner; None when nothing fits."""
     verification: Verification | None
     """Its gradients against those without checkpointing."""
-    layer_count: int
-    """Checkpointable layers of the model."""
+    layers: tuple[LayerTrace, ...]
+    """Checkpointable layers of the model, as they were traced."""
     floor_bytes: int | None
     """The peak that no policy can go under; None when full checkpointing was not measured."""
     stop_reason: str
@@ -52,6 +53,8 @@ class SearchResult:
     """Whether the user stopped it."""
     compile_options: CompileOptions | None = None
     """How what is compiled is compiled; None where nothing is."""
+    insights: Insights | None = None
+    """What the search believed at its end; None where nothing could be planned."""
 
     @property
     def policy(self) -> Policy:
@@ -63,6 +66,11 @@ class SearchResult:
         if self.best is None:
             raise ValueError("no policy fits the budget")
         return self.best.policy
+
+    @property
+    def layer_count(self) -> int:
+        """Checkpointable layers of the model."""
+        return len(self.layers)
 
     @property
     def none(self) -> Candidate | None:

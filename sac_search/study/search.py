@@ -238,7 +238,7 @@ class Search:
         """Searches beyond plans and baselines. Returns why it stopped."""
         if not self.is_finished():
             self._optimize(self._propose, count=None, callbacks=[self._stop_when_finished])
-        self._write_bound()
+        self._write_beliefs()
         return self._stop_reason
 
     def is_finished(self) -> bool:
@@ -343,13 +343,15 @@ class Search:
     def _mode_of(self, candidate: Candidate) -> RunMode:
         return self.space.mode_of(candidate.policy)
 
-    def _write_bound(self) -> None:
-        # The bound is of eager steps: compiled ones may well be faster.
-        if not self._has_news or len(self.space.run_modes) > 1:
+    def _write_beliefs(self) -> None:
+        if not self._has_news or RunMode.EAGER not in self.space.run_modes:
             return
         advisor = self._ready_advisor()
-        bound_seconds = None if advisor is None else advisor.bound_seconds()
-        self.store.write("bound_overhead_seconds", bound_seconds)
+        if len(self.space.run_modes) == 1:  # of eager steps: compiled ones may well be faster
+            bound_seconds = None if advisor is None else advisor.bound_seconds()
+            self.store.write("bound_overhead_seconds", bound_seconds)
+        if advisor is not None:
+            self.store.write("insights", advisor.insights())
 
     def _measure(self, policy: Policy) -> Outcome:
         """Measures a policy, unless its forecast is over the budget beyond doubt."""

@@ -28,6 +28,7 @@ from sac_search.policy import Policy
 from sac_search.records import SCHEMA_VERSION, Bytes, Environment, Evidence, Outcome, Verification
 from sac_search.space import Decision
 from sac_search.study.candidate import Candidate, drift_free_seconds
+from sac_search.study.insights import Insights
 from sac_search.trace import LayerTrace
 
 DATABASE_NAME = "study.db"
@@ -241,7 +242,7 @@ class StudyStore:
     ) -> None:
         """Makes a study that holds nothing but forecasts one of this environment."""
         self.write("evidence", evidence)
-        for name in ("winner", "bound_overhead_seconds"):
+        for name in ("winner", "bound_overhead_seconds", "insights"):
             self.write(name, None)
         self.write("environment", environment)
         self.__dict__.pop("environment", None)
@@ -256,6 +257,11 @@ class StudyStore:
     def bound_overhead_seconds(self) -> float | None:
         """Step time above that of no checkpointing that no policy can go under, by the planner."""
         return self._optional("bound_overhead_seconds", float)
+
+    @property
+    def insights(self) -> Insights | None:
+        """What the last search believed at its end; None where nothing could be planned."""
+        return self._optional("insights", Insights)
 
     @functools.cached_property
     def is_compiled_only(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from scripted import ENVIRONMENT, make_candidate
+from scripted import ENVIRONMENT, make_candidate, make_layers
 
 from sac_search import units
 from sac_search.opclasses import OpClass
@@ -59,7 +59,7 @@ def make_result(
             "candidates": candidates or (NONE_CANDIDATE, FULL_CANDIDATE, TRIAL),
             "best": best,
             "verification": BITWISE if best else None,
-            "layer_count": 2,
+            "layers": make_layers(2),
             "floor_bytes": 2 * GIB,
             "stop_reason": "3 trials measured (--trials 3)",
             **changes,
