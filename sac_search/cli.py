@@ -116,6 +116,9 @@ def search(
     tiers: Annotated[
         int, Parameter(help="Save sets that layers of one kind may have, 1 or 2.")
     ] = 2,
+    save_collectives: Annotated[
+        bool, Parameter(negative="", help="Allow to save what ranks send each other.")
+    ] = False,
     sampler: Annotated[
         SamplerName, Parameter(help="Who proposes the trials; planner knows what they mean.")
     ] = SamplerName.PLANNER,
@@ -159,6 +162,7 @@ def search(
         isolate=isolate,
         granularity=granularity,
         tiers=tiers,
+        save_collectives=save_collectives,
         sampler=sampler,
         seed=seed,
         clock=clock,

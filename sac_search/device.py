@@ -13,13 +13,13 @@ import gc
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch._C._autograd import DeviceType
+from torch._C._profiler import _EventType
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -322,29 +322,62 @@ def _read_cpu_peak(
             pass
         with listening_to_phases(mark):
             run_step()
-    kineto_events = profiled.profiler.kineto_results.events()
-    events = [
-        (event.start_ns(), event.name(), event.nbytes())
-        for event in kineto_events
-        if event.name().startswith(_PHASE_PREFIX)
-        or (event.name() == "[memory]" and event.device_type() == DeviceType.CPU)
-    ]
-    events.sort(key=lambda event: event[0])  # stable: those of one nanosecond stay in their order
-    return PeakReading(phase_peak_bytes=_sum_events(events, resident_bytes))
+    events = list(_events_in(profiled.profiler.kineto_results.experimental_event_tree()))
+    events.sort(key=lambda event: event.start_ns)  # stable: those of one nanosecond stay in order
+    return PeakReading(phase_peak_bytes=phase_peaks(events, resident_bytes))
 
 
-def _sum_events(events: list[tuple[int, str, int]], resident_bytes: int) -> dict[Phase, int]:
+@dataclass(frozen=True, slots=True)
+class MemoryEvent:
+    """A block of memory that is taken or given back, or the begin of a phase."""
+
+    start_ns: int
+    """When."""
+    address: int = 0
+    """Of the block."""
+    size_bytes: int = 0
+    """What is taken; below zero, what is given back."""
+    phase: str = ""
+    """The phase that begins, `START` for the step that counts; empty for memory."""
+
+
+def _events_in(tree: Iterable[Any]) -> Iterator[MemoryEvent]:
+    """Yields what a profiler's events say of the CPU's memory and of phases."""
+    waiting = list(tree)[::-1]
+    while waiting:
+        event = waiting.pop()
+        waiting.extend(event.children[::-1])
+        if event.tag == _EventType.Allocation:
+            block = event.extra_fields
+            if block.device.type == "cpu":
+                yield MemoryEvent(event.start_time_ns, block.ptr, block.alloc_size)
+        elif event.name.startswith(_PHASE_PREFIX):
+            phase = event.name.removeprefix(_PHASE_PREFIX)
+            yield MemoryEvent(event.start_time_ns, phase=phase)
+
+
+def phase_peaks(events: Iterable[MemoryEvent], resident_bytes: int) -> dict[Phase, int]:
+    """Returns the highest bytes in each phase from START on, from a profile's events in order.
+
+    What a thread that is not profiled gives back is not recorded: gloo's threads may be the last to
+    hold what ranks send each other. Such a block is seen to be gone once its address is taken anew.
+    """
     live_bytes = resident_bytes
+    blocks: dict[int, int] = {}
     started = False
     current = Phase.FORWARD
     peaks: dict[Phase, int] = {}
-    for _, name, size_bytes in events:
-        if name == "[memory]":
-            live_bytes += size_bytes
-        elif name == _PHASE_PREFIX + "START":
+    for event in events:
+        if event.phase == "START":
             started = True
+        elif event.phase:
+            current = Phase[event.phase]
         else:
-            current = Phase[name.removeprefix(_PHASE_PREFIX)]
+            known_bytes = blocks.pop(event.address, 0)
+            if event.size_bytes > 0:
+                live_bytes -= known_bytes
+                blocks[event.address] = event.size_bytes
+            live_bytes += event.size_bytes
         if started:
             peaks[current] = max(live_bytes, peaks.get(current, 0))
     return peaks

@@ -30,6 +30,10 @@ _ADVICE = {
         "use_cache=False in the model's config; where weights are used twice under autocast, give "
         "torch.autocast cache_enabled=False."
     ),
+    FailureKind.UNAWAITED_COLLECTIVE: (
+        "The policy saves what reads a collective's result: run again, the collective would be "
+        "waited for by nobody, and its memory never be freed."
+    ),
     FailureKind.NON_FINITE_LOSS: (
         "The loss is NaN or infinite; lower the learning rate of the workload, or check its data."
     ),
@@ -69,6 +73,8 @@ def _kind_of(error: BaseException) -> FailureKind:
         return FailureKind.HOST_OUT_OF_MEMORY
     if isinstance(error, NonFiniteLoss):
         return FailureKind.NON_FINITE_LOSS
+    if isinstance(error, UnawaitedCollective):
+        return FailureKind.UNAWAITED_COLLECTIVE
     if isinstance(error, CheckpointError):
         return FailureKind.RECOMPUTE_MISMATCH
     text = _text_of(error)
@@ -90,3 +96,7 @@ def _text_of(error: BaseException) -> str:
 
 class NonFiniteLoss(Exception):
     """The loss of a measured step is NaN or infinite."""
+
+
+class UnawaitedCollective(Exception):
+    """A measured step started collectives that nobody waited for."""

@@ -41,6 +41,8 @@ class ProfileRequest:
     """The layers as they were traced when the study began."""
     granularity: Granularity
     """What one decision covers."""
+    save_collectives: bool = False
+    """Whether what ranks send each other may be saved."""
 
 
 class Forecaster:
@@ -165,6 +167,7 @@ def profile_workload(
         _gradient_bytes(workload, [layer.name for layer in request.layers]),
         dry_run,
         granularity=request.granularity,
+        save_collectives=request.save_collectives,
         policy_call_seconds=(
             _CPU_POLICY_CALL_SECONDS if on_cpu else _ACCELERATOR_POLICY_CALL_SECONDS
         ),

@@ -10,9 +10,10 @@ compiled all the same is never counted.
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -27,11 +28,13 @@ from sac_search.device import (
     read_peak,
     time_call,
 )
-from sac_search.failures import NonFiniteLoss, failure_from
+from sac_search.failures import NonFiniteLoss, UnawaitedCollective, failure_from
+from sac_search.forecast import foreign_tensor_bytes, track_step
 from sac_search.policy import Policy
-from sac_search.ranks import ALONE, Peers
+from sac_search.ranks import ALONE, Peers, unawaited_collectives
 from sac_search.records import Measurement, Outcome
 from sac_search.workload import Workload
+from sac_search.workspaces import WorkspaceKey, learn_workspaces
 
 # Above this a step is long enough for its own noise to average out, and three steps are enough.
 _LONG_STEP_SECONDS = 4.0
@@ -57,6 +60,7 @@ class StepMeter:
     """The ranks whose steps these are."""
     compiler: Compiler = None  # type: ignore[assignment]
     """Applies policies, and compiles the model where they say so; one of its own by default."""
+    _workspaces: dict[WorkspaceKey, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.compiler is None:
@@ -91,7 +95,9 @@ class StepMeter:
         timings = _Timings()
         for index, policy in enumerate(policies):
             try:
-                readings[index] = self._read_peak(policy, timings.compiling(index))
+                with _collectives_awaited(policy):
+                    reading = self._read_peak(policy, timings.compiling(index))
+                readings[index] = reading
             except Exception as error:
                 outcomes[index] = self._failed(error)
                 if self.peers.size > 1:
@@ -119,10 +125,33 @@ class StepMeter:
     def _read_peak(
         self, policy: Policy | PolicyModule, compiling: _Compiling | None = None
     ) -> PeakReading:
+        if self.peers.size > 1 and self.device.type == "cpu" and compiled_by(policy) is None:
+            return self._count_peak(policy)
         with self.compiler.applied(policy), phases_marked(self.workload.model):
             if compiling is not None and compiled_by(policy) is not None:
                 compiling.seconds = self._warm_up()
             return read_peak(self._run_step, self.workload.drop_gradients, self.device)
+
+    def _count_peak(self, policy: Policy | PolicyModule) -> PeakReading:
+        """Counts the storages of a step, for ranks on the CPU.
+
+        What they send each other is freed by threads of gloo, in which no profiler sees it: by its
+        record a peak would be too high, by another amount each time.
+        """
+        workspaces = self._workspaces
+        if not workspaces:
+            with self.compiler.applied(policy):
+                workspaces.update(learn_workspaces(self._run_step, self.device))
+            self.workload.drop_gradients()
+        gc.collect()
+        counted = track_step(
+            self.workload,
+            policy,
+            device=self.device,
+            foreign_bytes=foreign_tensor_bytes(self.workload, self.device),
+            workspaces=workspaces,
+        )
+        return PeakReading(phase_peak_bytes=counted.phase_peak_bytes)
 
     def _warm_up(self) -> float:
         """Runs steps until nothing is compiled any more. Returns the seconds of compiling."""
@@ -203,6 +232,19 @@ class StepMeter:
         with contextlib.suppress(Exception):
             free_cached_memory(self.device)
         return Outcome(failure=failure)
+
+
+@contextlib.contextmanager
+def _collectives_awaited(policy: Policy | PolicyModule) -> Iterator[None]:
+    """Raises UnawaitedCollective where the block's steps leave collectives, for the policy's sake.
+
+    A step that does so under plain checkpointing, or without any, is the user's own.
+    """
+    before = unawaited_collectives()
+    yield
+    left = unawaited_collectives() - before
+    if left > 0 and not (isinstance(policy, Policy) and policy.saves_nothing):
+        raise UnawaitedCollective(f"{left} collectives of two steps were never waited for")
 
 
 class RecompilesAlways(Exception):

@@ -81,6 +81,8 @@ class SearchOptions:
     """What one save-or-recompute decision covers."""
     tiers: int = 2
     """Save sets that layers of one kind may have: 1 or 2."""
+    save_collectives: bool = False
+    """Whether what ranks send each other may be saved: then nothing is sent again in backward."""
     sampler: SamplerName = SamplerName.PLANNER
     """Who proposes."""
     seed: int = 0

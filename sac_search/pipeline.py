@@ -179,6 +179,7 @@ class _Stages:
             options.tiers,
             options.run_modes,
             can_profile=store.environment.device != "cpu",
+            save_collectives=options.save_collectives,
         )
         if not options.fresh:
             for other in start_from_others(store, options.root, space.decisions):

@@ -144,8 +144,7 @@ class Policy:
             for choice in sorted(self.layers, key=lambda choice: choice.name)
         ]
         if self.compiled is not None:
-            saves = any(not self.tiers[choice.tier].saves_nothing for choice in self.layers)
-            prefers = self.compiled.prefer and saves
+            prefers = self.compiled.prefer and not self.saves_nothing
             used.append(("compiled", round(self.compiled.memory_budget, 6), prefers))
             if not self.compiled.is_default:
                 used.append((self.compiled.solver, self.compiled.estimator))
@@ -160,6 +159,11 @@ class Policy:
     def changes_nothing(self) -> bool:
         """Whether the step is the plain one: eager, and without checkpointing."""
         return not self.layers and self.compiled is None
+
+    @property
+    def saves_nothing(self) -> bool:
+        """Whether all that is checkpointed is recomputed."""
+        return all(self.tiers[choice.tier].saves_nothing for choice in self.layers)
 
     @property
     def eager(self) -> Policy:

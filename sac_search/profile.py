@@ -103,6 +103,7 @@ def build_profile(
     *,
     granularity: Granularity,
     policy_call_seconds: float,
+    save_collectives: bool = False,
 ) -> Profile:
     """Returns sizes and prices of the traced layers.
 
@@ -117,7 +118,13 @@ def build_profile(
         by_kind.setdefault(layer.kind, []).append(layer)
     plain = dry_run(checkpoint_layers(names))
     left_alone, alone = _with_layers_alone(by_kind, names, dry_run)
-    space = build_space(layers, LayerChoiceMode.EACH, granularity, tiers=len(names))
+    space = build_space(
+        layers,
+        LayerChoiceMode.EACH,
+        granularity,
+        tiers=len(names),
+        save_collectives=save_collectives,
+    )
     grown = _bytes_per_decision(by_kind, space, plain, dry_run)
     kinds = tuple(
         _kind_profile(

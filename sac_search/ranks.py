@@ -174,6 +174,19 @@ def local_tensor(tensor: Any) -> Any:
     return tensor.to_local() if is_distributed(tensor) else tensor
 
 
+def is_on_its_way(value: Any) -> bool:
+    """Returns whether a tensor is what a collective returns, and nobody has waited for it yet."""
+    collectives = sys.modules.get("torch.distributed._functional_collectives")
+    return collectives is not None and isinstance(value, collectives.AsyncCollectiveTensor)
+
+
+def unawaited_collectives() -> int:
+    """Returns how many collectives were started that nobody has waited for; each holds memory."""
+    if not torch.distributed.is_available():
+        return 0
+    return int(torch._C._distributed_c10d._get_work_registry_size())
+
+
 def describe_parallelism(model: torch.nn.Module) -> str:
     """Returns how a model is spread over the ranks: `FSDP2 of 5 modules, mesh 2, S(0)`."""
     parts: Counter[str] = Counter()

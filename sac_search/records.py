@@ -49,6 +49,7 @@ class FailureKind(enum.StrEnum):
     RECOMPUTE_MISMATCH = "recompute mismatch"
     MUTATED_SAVED_TENSOR = "saved tensor mutated"
     NOT_IN_STORAGE = "op not found in recompute"
+    UNAWAITED_COLLECTIVE = "collective not waited for"
     NON_FINITE_LOSS = "loss not finite"
     USER_ERROR = "step raised"
     FORECAST_OVER_BUDGET = "forecast over the budget"

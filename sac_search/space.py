@@ -30,8 +30,6 @@ from sac_search.policy import (
 )
 from sac_search.trace import LayerTrace, OpTrace
 
-# Classes that are never saved: an op that nobody knows, and communication.
-_NEVER_SAVED = frozenset({OpClass.OTHER, OpClass.COLLECTIVE})
 # A decision over less than this part of its layers' time is not worth a variable.
 _WORTH_FRACTION = 0.003
 _TIER_PREFIXES = ("", "tier2.")
@@ -155,6 +153,8 @@ class SearchSpace:
     """How the model may run."""
     can_profile: bool = False
     """Whether torch's memory budget can go by seconds that torch measures: not on the CPU."""
+    save_collectives: bool = False
+    """Whether what ranks send each other may be saved."""
 
     @functools.cached_property
     def kinds(self) -> dict[str, list[str]]:
@@ -523,9 +523,10 @@ def build_space(
     tiers: int = 1,
     run_modes: tuple[RunMode, ...] = EAGER_ONLY,
     can_profile: bool = False,
+    save_collectives: bool = False,
 ) -> SearchSpace:
     """Returns the decisions for traced layers."""
-    reasons = unsavable_ops(layers, granularity)
+    reasons = unsavable_ops(layers, granularity, save_collectives=save_collectives)
     total_seconds: dict[str, float] = {}
     seconds: dict[tuple[str, str], float] = {}
     ops: dict[tuple[str, str], set[str]] = {}
@@ -564,6 +565,7 @@ def build_space(
         tiers=tiers,
         run_modes=run_modes,
         can_profile=can_profile,
+        save_collectives=save_collectives,
     )
 
 
@@ -580,10 +582,10 @@ def saved_name(op: OpTrace, granularity: Granularity) -> str:
 
 def _has_sites(op: OpTrace, granularity: Granularity) -> bool:
     # Attention has one site in a layer, and a kernel of another name on another device. Random ops
-    # go together.
+    # go together, and so do collectives, of which one may be half of another.
     if granularity is Granularity.CLASS or not op.site:
         return False
-    return decision_class(op) not in (OpClass.ATTENTION, OpClass.RANDOM)
+    return decision_class(op) not in (OpClass.ATTENTION, OpClass.RANDOM, OpClass.COLLECTIVE)
 
 
 def decision_class(op: OpTrace) -> OpClass:
@@ -592,7 +594,10 @@ def decision_class(op: OpTrace) -> OpClass:
 
 
 def unsavable_ops(
-    layers: Sequence[LayerTrace], granularity: Granularity = Granularity.CLASS
+    layers: Sequence[LayerTrace],
+    granularity: Granularity = Granularity.CLASS,
+    *,
+    save_collectives: bool = False,
 ) -> dict[str, str]:
     """Returns for each traced op, or op site, why it cannot be saved; empty when it can.
 
@@ -603,7 +608,7 @@ def unsavable_ops(
     for layer in layers:
         for op in layer.ops:
             name = saved_name(op, granularity)
-            reasons[name] = reasons.get(name) or _own_reason(op)
+            reasons[name] = reasons.get(name) or _own_reason(op, save_collectives)
             if op.random:
                 random_names.add(name)
     for name, reason in reasons.items():
@@ -616,17 +621,21 @@ def unsavable_ops(
     return reasons
 
 
-def _own_reason(op: OpTrace) -> str:
+def _own_reason(op: OpTrace, save_collectives: bool) -> str:
     if op.compiled:
         return "runs inside compiled code, where no policy sees it"
     if op.mutates:
         return "changes its input in place"
     if op.view:
         return "a view costs nothing"
+    if op.awaits:
+        return "without it nothing would wait for what ranks send"
     if op.output_mutated:
         return "its output is changed in place later"
-    if op.op_class in _NEVER_SAVED and not op.random:
-        return "communication" if op.op_class is OpClass.COLLECTIVE else "unknown op"
+    if op.op_class is OpClass.COLLECTIVE and not save_collectives:
+        return "communication (--save-collectives)"
+    if op.op_class is OpClass.OTHER and not op.random:
+        return "unknown op"
     if op.output_bytes == 0:
         return "returns nothing new"
     return ""

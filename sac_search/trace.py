@@ -26,6 +26,7 @@ from sac_search.layers import Layer, group_layers
 from sac_search.opclasses import OpClass, classify
 from sac_search.policy import checkpoint_layers
 from sac_search.policy_runtime import HIDDEN_VIEWS, site_of
+from sac_search.ranks import is_on_its_way
 from sac_search.records import Bytes
 from sac_search.workload import Workload
 
@@ -60,6 +61,8 @@ class OpTrace:
     """Returns a view, which costs nothing to make again."""
     output_mutated: bool = False
     """The output of some call is changed in place later on."""
+    awaits: bool = False
+    """Some call is the first to read what a collective returns, and so makes it be waited for."""
     compiled: bool = False
     """Runs inside a part of the layer that the workload compiles: no policy can tell it apart."""
 
@@ -98,6 +101,7 @@ class _OpRecord:
     mutates: bool = False
     view: bool = False
     output_mutated: bool = False
+    awaits: bool = False
 
 
 @dataclass(slots=True)
@@ -184,6 +188,7 @@ def _finish_op(key: tuple[str, str], record: _OpRecord, seconds: list[float]) ->
         mutates=record.mutates,
         view=record.view,
         output_mutated=record.output_mutated,
+        awaits=record.awaits,
     )
 
 
@@ -319,6 +324,7 @@ class _Recorder(TorchDispatchMode):
             and any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
         )
         record.random |= _draws_random(func, args, kwargs)
+        record.awaits |= any(map(is_on_its_way, pytree.tree_leaves((args, kwargs))))
         outputs = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
         shapes = str([list(tensor.shape) for tensor in outputs])
         layer.sequence.append((f"{name}[{site}] ", shapes))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -15,10 +16,12 @@ from torch import Tensor, nn
 from sac_search import device as devices
 from sac_search.device import (
     Clock,
+    MemoryEvent,
     OpTimer,
     PeakReading,
     live_tensor_bytes,
     mark_phase,
+    phase_peaks,
     phases_marked,
     read_peak,
     time_call,
@@ -376,6 +379,53 @@ def test_two_linear_layers_by_hand() -> None:
     assert peaks[Phase.LOSS] == activation + output + SCALAR
     # Saved result, gradient behind the ReLU, gradient before it, gradient of the second weight.
     assert peaks[Phase.BACKWARD] == 3 * activation + weight + SCALAR + SCALAR
+
+
+# --- a profile's events ---------------------------------------------------------------------------
+
+
+def test_phases_count_from_the_start_mark_on() -> None:
+    events = [
+        MemoryEvent(0, address=1, size_bytes=500),
+        MemoryEvent(1, address=1, size_bytes=-500),
+        MemoryEvent(2, phase="START"),
+        MemoryEvent(3, address=1, size_bytes=100),
+        MemoryEvent(4, phase="BACKWARD"),
+        MemoryEvent(5, address=2, size_bytes=30),
+        MemoryEvent(6, address=1, size_bytes=-100),
+        MemoryEvent(7, phase="OPTIMIZER"),
+    ]
+    assert phase_peaks(events, 10) == {
+        Phase.FORWARD: 110,
+        Phase.BACKWARD: 140,
+        Phase.OPTIMIZER: 40,
+    }
+
+
+def test_what_another_thread_gave_back_is_gone_once_its_address_is_taken_anew() -> None:
+    taken = [MemoryEvent(i, address=7, size_bytes=100) for i in range(1, 20)]
+    returned = [
+        MemoryEvent(20, address=7, size_bytes=-100),
+        MemoryEvent(21, address=8, size_bytes=5),
+    ]
+    events = [MemoryEvent(0, phase="START"), *taken, *returned]
+    assert phase_peaks(events, 0) == {Phase.FORWARD: 100}
+
+
+def test_blocks_that_another_thread_frees_do_not_pile_up() -> None:
+    megabyte = 2**20 // 4
+
+    def run_step() -> None:
+        mark_phase(Phase.FORWARD)
+        for _ in range(40):
+            held = [torch.empty(megabyte)]
+            thread = threading.Thread(target=held.clear)
+            thread.start()
+            thread.join()
+
+    before = live_tensor_bytes(CPU)
+    # The allocator hands out a few addresses in turn.
+    assert read_peak(run_step, nothing, CPU).allocated_bytes - before < 10 * 2**20
 
 
 # --- phases ---------------------------------------------------------------------------------------

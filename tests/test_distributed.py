@@ -404,8 +404,8 @@ def test_its_forecasts_are_counted(fsdp: Searched) -> None:
     for candidate in found:
         assert candidate.measurement is not None
         forecast = candidate.outcome.forecast_peak_bytes
-        # What gloo copies a message into, in threads of its own, no rank sees.
-        assert forecast == pytest.approx(candidate.measurement.allocated_bytes, rel=0.15)
+        # What a thread of gloo gives back is seen late: see `phase_peaks`.
+        assert forecast == pytest.approx(candidate.measurement.allocated_bytes, rel=0.08)
 
 
 def test_an_interrupt_ends_all_ranks_and_keeps_the_best(fsdp: Searched) -> None:

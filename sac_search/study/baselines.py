@@ -112,7 +112,7 @@ def _ladder(
 
 def _torchtitan_tier(space: SearchSpace) -> Tier:
     names = [layer.name for layer in space.layers]
-    reasons = unsavable_ops(space.layers)
+    reasons = unsavable_ops(space.layers, save_collectives=space.save_collectives)
     matmuls = {f"{packet}.default" for packet in packets_of(OpClass.MATMUL) if "." in packet}
     ops = {
         op.op

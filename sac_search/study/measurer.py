@@ -38,7 +38,12 @@ class Measurer(Protocol):
 
 def profile_of(measurer: Measurer, space: SearchSpace) -> Profile | None:
     """Returns sizes and prices of the layers of `space`; None where there are no forecasts."""
-    return measurer.profile(ProfileRequest(layers=space.layers, granularity=space.granularity))
+    request = ProfileRequest(
+        layers=space.layers,
+        granularity=space.granularity,
+        save_collectives=space.save_collectives,
+    )
+    return measurer.profile(request)
 
 
 def dry_runs(measurer: Measurer) -> DryRun:

@@ -134,6 +134,7 @@ class Session:
         self._peers = peers
         self._restore = restore
         self._diverged = False
+        self._leaks = False
         clock = settings.clock or devices.default_clock(device)
         if settings.compile is not None:
             refuse_own_compiling(workload.model)
@@ -257,10 +258,11 @@ class Session:
     def is_healthy(self) -> bool:
         """Whether the session can go on.
 
-        Not when memory is not back to where it was before the first measurement, when the loss was
-        not finite (the parameters may not be, either), or when the device answers no more.
+        Not when memory is not back to where it was before the first measurement, when a collective
+        holds some for ever, when the loss was not finite (the parameters may not be, either), or
+        when the device answers no more.
         """
-        if self._diverged:
+        if self._diverged or self._leaks:
             return False
         try:
             devices.free_cached_memory(self._device)
@@ -320,8 +322,9 @@ class Session:
         self._diverged = False
 
     def _noted(self, outcome: Outcome) -> Outcome:
-        failure = outcome.failure
-        self._diverged |= failure is not None and failure.kind is FailureKind.NON_FINITE_LOSS
+        if outcome.failure is not None:
+            self._diverged |= outcome.failure.kind is FailureKind.NON_FINITE_LOSS
+            self._leaks |= outcome.failure.kind is FailureKind.UNAWAITED_COLLECTIVE
         return outcome
 
     def _find_layers(self) -> list[Layer]:
