@@ -83,6 +83,16 @@ def bare():
 def wrapped(model, how):
     if how == "ddp":
         return DistributedDataParallel(model)
+    if how == "tp":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor.parallel import (
+            ColwiseParallel, RowwiseParallel, parallelize_module
+        )
+
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for block in model.blocks:
+            parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        return model
     from torch.distributed.fsdp import fully_shard
 
     for block in model.blocks:
@@ -101,7 +111,8 @@ def run_step(model, optimizer, batches, loss_fn):
         if isinstance(model, DistributedDataParallel):
             sending = contextlib.nullcontext() if is_last else model.no_sync()
         else:
-            model.set_requires_gradient_sync(is_last)
+            if hasattr(model, "set_requires_gradient_sync"):
+                model.set_requires_gradient_sync(is_last)
             sending = contextlib.nullcontext()
         with sending:
             loss = loss_fn(model, batch)
@@ -164,7 +175,7 @@ def step(workload):
 def make(how):
     dist.init_process_group("gloo")
     model = spread.wrapped(spread.bare(), how)
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     return Workload(model, loss_fn, spread.batches(), optimizer, step=step)
 
 
@@ -174,6 +185,10 @@ def ddp():
 
 def fsdp():
     return make("fsdp")
+
+
+def tp():
+    return make("tp")
 '''
 FRESH = '''
 """Trains with the exported policies and without them: five steps, the same losses."""
@@ -189,7 +204,7 @@ HERE = pathlib.Path(__file__).parent
 def losses(how, apply):
     model = apply(spread.bare())
     model = spread.wrapped(model, how)
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     data = spread.batches()
     return [
         spread.run_step(model, optimizer, data, spread.loss_fn).item() for _ in range(5)
@@ -200,7 +215,7 @@ torch.set_num_threads(1)
 dist.init_process_group("gloo")
 found = {
     how: [losses(how, lambda m: m), losses(how, importlib.import_module(f"policy_{how}").apply)]
-    for how in ("ddp", "fsdp")
+    for how in sys.argv[1:]
 }
 assert "sac_search" not in sys.modules
 (HERE / f"losses{dist.get_rank()}.json").write_text(json.dumps(found))
@@ -405,7 +420,7 @@ def test_its_forecasts_are_counted(fsdp: Searched) -> None:
         assert candidate.measurement is not None
         forecast = candidate.outcome.forecast_peak_bytes
         # What a thread of gloo gives back is seen late: see `phase_peaks`.
-        assert forecast == pytest.approx(candidate.measurement.allocated_bytes, rel=0.08)
+        assert forecast == pytest.approx(candidate.measurement.allocated_bytes, rel=0.03)
 
 
 def test_an_interrupt_ends_all_ranks_and_keeps_the_best(fsdp: Searched) -> None:
@@ -421,6 +436,28 @@ def test_exported_policies_train_alike_in_a_fresh_program(ddp: Searched, fsdp: S
         text = (searched.result.folder / "policy.py").read_text()
         (ddp.place.folder / f"policy_{how}.py").write_text(text)
     for plain, checkpointed in trained(ddp.place):
+        assert plain == checkpointed
+        assert plain[0] > plain[-1]
+
+
+def test_layers_that_are_split_are_searched_and_train_alike(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    job = place.search("tp", "--budget-gb", "0.0025", "--trials", "2", "--save-collectives")
+    try:
+        finished(job)
+    finally:
+        stop(place, job)
+    result = load_result(tmp_path / "studies" / "tp")
+    assert result.best is not None and result.best.measurement is not None
+    assert result.best.measurement.peak_bytes <= result.budget_bytes
+    assert result.verification is not None and result.verification.bitwise
+    for candidate in result.candidates:
+        assert candidate.measurement is not None and candidate.outcome.forecast_peak_bytes
+        allocated_bytes = candidate.measurement.allocated_bytes
+        assert candidate.outcome.forecast_peak_bytes == pytest.approx(allocated_bytes, rel=0.05)
+    text = (result.folder / "policy.py").read_text()
+    (tmp_path / "policy_tp.py").write_text(text)
+    for plain, checkpointed in trained(place):
         assert plain == checkpointed
         assert plain[0] > plain[-1]
 
@@ -449,7 +486,8 @@ def test_compiled_steps_of_ranks_are_searched_and_train_alike(tmp_path: Path) ->
 
 def trained(place: Place) -> list[list[list[float]]]:
     """Returns for each rank and model the losses without the exported policy, and with it."""
-    job = place.start("fresh.py")
+    policies = sorted(place.folder.glob("policy_*.py"))
+    job = place.start("fresh.py", *(path.stem.partition("_")[2] for path in policies))
     try:
         finished(job)
     finally:
