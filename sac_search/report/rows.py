@@ -46,6 +46,11 @@ def candidate_rows(result: SearchResult) -> list[CandidateRow]:
     return rows
 
 
+def every_candidate_row(result: SearchResult) -> list[CandidateRow]:
+    """Returns a row per policy that was tried, in the result's order."""
+    return [_candidate_row(result, c, c.name, is_best=c is result.best) for c in result.candidates]
+
+
 def _candidate_row(
     result: SearchResult, candidate: Candidate, name: str, *, is_best: bool = False
 ) -> CandidateRow:
