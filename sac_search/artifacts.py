@@ -69,7 +69,8 @@ def load_result(folder: Path) -> SearchResult:
         StudyNotFound, StudyFileError: there is no such study, or it cannot be read.
     """
     store = open_study(folder)
-    return make_result(store, stored_winner(store), "read from the study", False, ())
+    reason = store.stop_reason or "read from the study"
+    return make_result(store, stored_winner(store), reason, False, ())
 
 
 def render_policy(result: SearchResult, module_name: str = "policy") -> str:

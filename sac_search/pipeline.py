@@ -258,6 +258,7 @@ class _Stages:
         with _turn(self.folder, self.listener):
             winner = self._winner(store, interrupted)
             store.write("arguments", self.options.arguments())
+            store.write("stop_reason", reason)
             if self.options.report and not interrupted:
                 _draw(store, self.measurer, winner, self.listener)
             result = make_result(store, winner, reason, interrupted, self.description.notes)

@@ -132,7 +132,8 @@ def test_a_search_ends_with_a_policy_on_disk(tmp_path: Path) -> None:
 
 def test_the_report_lies_beside_the_result(tmp_path: Path) -> None:
     pytest.importorskip("plotly", reason="an optional extra")
-    search(tmp_path, ScriptedMeasurer())
+    result = search(tmp_path, ScriptedMeasurer())
+    assert load_result(tmp_path / "gpt").stop_reason == result.stop_reason
     text = (tmp_path / "gpt" / "report.html").read_text()
     assert "sac-search paper.py:workload --budget-gb" in text and "--sampler random" in text
     search(tmp_path / "without", ScriptedMeasurer(), report=False)

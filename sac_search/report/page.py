@@ -11,7 +11,7 @@ import gzip
 import importlib.resources
 import json
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 
 from sac_search import units
@@ -19,7 +19,8 @@ from sac_search._version import __version__
 from sac_search.errors import UsageError
 from sac_search.records import Evidence
 from sac_search.report import rows
-from sac_search.report.figures import KIND_COLORS, figures
+from sac_search.report.figures import KIND_COLORS, Figure, figures
+from sac_search.report.markup import bullets, named_values, plot, section, table
 from sac_search.report.points import peak_name, without_figures
 from sac_search.report.strips import LayerStrip, StripPart, Treatment, layer_strips
 from sac_search.report.summary import Card, cards
@@ -39,6 +40,23 @@ _TREATMENT_CLASSES = {
     Treatment.RECOMPUTED: "recomputed",
     Treatment.LEFT_ALONE: "left-alone",
 }
+_CANDIDATE_COLUMNS = (
+    ("policy", "name"),
+    ("step", "figure"),
+    ("overhead", "figure"),
+    ("peak", "figure"),
+    ("budget", ""),
+    ("what it does", "wide"),
+)
+_OP_COLUMNS = (
+    ("layer kind", ""),
+    ("op", "wide"),
+    ("class", ""),
+    ("calls", "figure"),
+    ("MiB", "figure"),
+    ("ms", "figure"),
+    ("can it be saved", ""),
+)
 
 
 def render_page(result: SearchResult, weights: Sequence[Importance] = ()) -> str:
@@ -49,23 +67,21 @@ def render_page(result: SearchResult, weights: Sequence[Importance] = ()) -> str
     """
     plotly = _packed_plotly()
     title = f"{result.study_name}: activation checkpointing"
-    body = "\n".join(
-        section
-        for section in (
-            _opening(result),
-            _trade_off(result),
-            _memory(result),
-            _layers(result),
-            _policies(result),
-            _trials(result),
-            _importance(weights),
-            _ops(result),
-            _verification(result),
-            _environment(result),
-            _reproduction(result),
-        )
-        if section
+    drawn = figures(result)
+    parts = (
+        _opening(result),
+        _trade_off(result, drawn),
+        _memory(result),
+        _layers(result),
+        _policies(result),
+        _trials(result, drawn),
+        _importance(weights),
+        _ops(result),
+        _verification(result),
+        _environment(result),
+        _reproduction(result),
     )
+    body = "\n".join(filter(None, parts))
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -81,7 +97,7 @@ def render_page(result: SearchResult, weights: Sequence[Importance] = ()) -> str
 {body}
 <p class="caption" style="margin-top: 20px">Written by sac-search {escape(__version__)}.</p>
 </main>
-<script type="application/json" id="figures">{_json_in_html(figures(result))}</script>
+<script type="application/json" id="figures">{_json_in_html(drawn)}</script>
 <script type="text/plain" id="plotly">{plotly}</script>
 <script>
 {_resource("page.js")}</script>
@@ -124,7 +140,7 @@ def _opening(result: SearchResult) -> str:
         f"<h1>{escape(result.study_name)}</h1>\n"
         f'<p class="muted">{escape(where)}, torch {escape(environment.torch_version)}</p>\n'
         f'<div class="cards">\n{_cards(result)}\n</div>\n<section>{sentences}\n'
-        f"{_list(_closing_lines(result))}</section>"
+        f"{bullets(_closing_lines(result))}</section>"
     )
 
 
@@ -143,8 +159,8 @@ def _closing_lines(result: SearchResult) -> list[str]:
     return [*rows.closing_lines(result), *result.notes]
 
 
-def _trade_off(result: SearchResult) -> str:
-    if "trade-off" not in figures(result):
+def _trade_off(result: SearchResult, drawn: Mapping[str, Figure]) -> str:
+    if "trade-off" not in drawn:
         return ""
     lacking = without_figures(result)
     caption = (
@@ -155,7 +171,7 @@ def _trade_off(result: SearchResult) -> str:
         caption += " The dotted line is what the planner believes possible, measured or not."
     if lacking:
         caption += f" Not shown: {len(lacking)} without figures, listed below."
-    return _section("Step time against peak", caption, _plot("trade-off"))
+    return section("Step time against peak", caption, plot("trade-off"))
 
 
 def _memory(result: SearchResult) -> str:
@@ -168,15 +184,15 @@ def _memory(result: SearchResult) -> str:
     plots = "\n".join(
         f"<div><h3>{escape(entry.name)}</h3>"
         f'<p class="caption">peak {units.format_gib(entry.timeline.peak_bytes)} in '
-        f"{escape(peak_name(entry.timeline))}</p>{_plot(f'memory-{number}')}</div>"
+        f"{escape(peak_name(entry.timeline))}</p>{plot(f'memory-{number}')}</div>"
         for number, entry in sorted(enumerate(result.timelines), key=_comes_last)
     )
     caption = (
-        "Live tensors while one step runs, op by op, counted in a dry run; what the allocator "
-        "holds beyond them is not in it. The dashed line is the budget."
+        "Live tensors while one step runs, op by op, as the forecast counts them; what the "
+        "allocator holds beyond them is not in it. The dashed line is the budget."
     )
     body = f'<ul class="legend">{legend}</ul>\n<div class="steps">\n{plots}\n</div>'
-    return _section("Memory over one step", caption, body)
+    return section("Memory over one step", caption, body)
 
 
 def _comes_last(entry: tuple[int, PolicyTimeline]) -> bool:
@@ -190,7 +206,7 @@ def _layers(result: SearchResult) -> str:
         return ""
     if best.policy.compiled is not None and not best.policy.layers:
         caption = "The model is compiled; what its graph keeps is torch's own choice."
-        return _section("What is saved, layer by layer", caption, "")
+        return section("What is saved, layer by layer", caption, "")
     strips = layer_strips(result.layers, best.policy)
     widest = max(1, *(strip.output_bytes for strip in strips))
     legend = "".join(
@@ -204,7 +220,7 @@ def _layers(result: SearchResult) -> str:
         "is how much of that is saved, and the forward time that is spent again."
     )
     body = f'<ul class="legend">{legend}</ul>\n<div class="strips">\n{lines}\n</div>'
-    return _section("What is saved, layer by layer", caption, body)
+    return section("What is saved, layer by layer", caption, body)
 
 
 def _strip(strip: LayerStrip, widest: int) -> str:
@@ -237,17 +253,16 @@ def _piece(part: StripPart) -> str:
 
 def _policies(result: SearchResult) -> str:
     short = rows.candidate_rows(result)
-    table = _candidates(short)
+    body = _candidates(short)
     every = rows.every_candidate_row(result)
     if len(every) > len(short):
-        table += (
+        body += (
             f"<details><summary>All {len(every)} policies</summary>{_candidates(every)}</details>"
         )
-    return _section("Policies", "", table)
+    return section("Policies", "", body)
 
 
 def _candidates(found: Sequence[rows.CandidateRow]) -> str:
-    heads = ("policy", "step", "overhead", "peak", "budget", "what it does")
     lines = [
         (
             "best" if row.is_best else "",
@@ -255,14 +270,14 @@ def _candidates(found: Sequence[rows.CandidateRow]) -> str:
         )
         for row in found
     ]
-    return _table(heads, lines, figures_at=(1, 2, 3), names_at=(0,), wide_at=(5,))
+    return table(_CANDIDATE_COLUMNS, lines)
 
 
-def _trials(result: SearchResult) -> str:
-    if "trials" not in figures(result) or result.evidence is Evidence.FORECAST:
+def _trials(result: SearchResult, drawn: Mapping[str, Figure]) -> str:
+    if "trials" not in drawn or result.evidence is Evidence.FORECAST:
         return ""
     caption = "Every policy in the order of the study, and the fastest so far that fits."
-    return _section("How the search went", caption, _plot("trials", "low"))
+    return section("How the search went", caption, plot("trials", "low"))
 
 
 def _importance(weights: Sequence[Importance]) -> str:
@@ -282,14 +297,13 @@ def _importance(weights: Sequence[Importance]) -> str:
     if len(weights) > _MOST_WEIGHTS:
         rest = sum(weight.fraction for weight in weights[_MOST_WEIGHTS:])
         caption += f" {len(weights) - _MOST_WEIGHTS} others come to {100 * rest:.1f}%."
-    return _section("Which decisions mattered", caption, f'<div class="weights">{lines}</div>')
+    return section("Which decisions mattered", caption, f'<div class="weights">{lines}</div>')
 
 
 def _ops(result: SearchResult) -> str:
     found = rows.op_rows(result.layers)
     if not found:
         return ""
-    heads = ("layer kind", "op", "class", "calls", "MiB", "ms", "can it be saved")
     lines = [
         (
             "" if row.savable else "dim",
@@ -306,8 +320,8 @@ def _ops(result: SearchResult) -> str:
         for row in found
     ]
     caption = " ".join(f"{line}." for line in rows.layer_lines(result.layers))
-    table = _table(heads, lines, figures_at=(3, 4, 5), wide_at=(1,))
-    return _section("Ops of each layer", f"{caption} Figures are of one layer's forward.", table)
+    caption += " Figures are of the forward pass of one layer."
+    return section("Ops of each layer", caption, table(_OP_COLUMNS, lines))
 
 
 def _verification(result: SearchResult) -> str:
@@ -316,7 +330,7 @@ def _verification(result: SearchResult) -> str:
         told = "Nothing was verified: no step was run."
         if result.evidence is Evidence.MEASURED:
             told = "Nothing was verified: there is no winner."
-        return _section("Verification", "", f"<p>{told}</p>{_list(result.rejected)}")
+        return section("Verification", "", f"<p>{told}</p>{bullets(result.rejected)}")
     pairs = [
         ("outcome", "passed" if verification.passed else "failed"),
         ("held against", verification.reference),
@@ -329,13 +343,13 @@ def _verification(result: SearchResult) -> str:
         pairs.append(("worst parameter", verification.worst_parameter))
     if verification.buffers_differing:
         pairs.append(("buffers that differ", ", ".join(verification.buffers_differing)))
-    body = f"<p>{escape(rows.verification_line(result))}</p>{_pairs(pairs)}"
-    return _section("Verification", "", body + _list(result.rejected))
+    body = f"<p>{escape(rows.verification_line(result))}</p>{named_values(pairs)}"
+    return section("Verification", "", body + bullets(result.rejected))
 
 
 def _environment(result: SearchResult) -> str:
     caption = "All figures of this page belong to it; another one has other figures."
-    return _section("Environment", caption, _pairs(result.environment.labelled()))
+    return section("Environment", caption, named_values(result.environment.labelled()))
 
 
 def _reproduction(result: SearchResult) -> str:
@@ -351,7 +365,7 @@ def _reproduction(result: SearchResult) -> str:
             f"<pre>{escape(shlex.join(['sac-search', 'report', str(result.folder)]))}</pre>"
         )
     caption = "The same command again continues the study; --fresh begins a new one."
-    return _section("How to reproduce", caption, body)
+    return section("How to reproduce", caption, body)
 
 
 def search_command(result: SearchResult) -> str:
@@ -364,58 +378,3 @@ def search_command(result: SearchResult) -> str:
 
 def _budget(result: SearchResult) -> tuple[str, ...]:
     return ("--budget-gb", str(result.budget_bytes / units.GIB))
-
-
-# --- pieces of HTML -------------------------------------------------------------------------------
-
-
-def _section(title: str, caption: str, body: str) -> str:
-    told = f'<p class="caption">{escape(caption)}</p>\n' if caption else ""
-    return f"<section>\n<h2>{escape(title)}</h2>\n{told}{body}\n</section>"
-
-
-def _plot(name: str, size: str = "") -> str:
-    return f'<div class="plot waiting {size}" data-figure="{name}"></div>'
-
-
-def _list(lines: Iterable[str]) -> str:
-    items = "".join(f"<li>{escape(line)}</li>" for line in lines)
-    return f"<ul>{items}</ul>" if items else ""
-
-
-def _pairs(pairs: Iterable[tuple[str, str]]) -> str:
-    lines = "".join(
-        f"<dt>{escape(name)}</dt><dd>{escape(value) or '–'}</dd>" for name, value in pairs
-    )
-    return f"<dl>{lines}</dl>"
-
-
-def _table(
-    heads: Sequence[str],
-    lines: Iterable[tuple[str, Sequence[str]]],
-    *,
-    figures_at: Sequence[int] = (),
-    names_at: Sequence[int] = (),
-    wide_at: Sequence[int] = (),
-) -> str:
-    """Returns a table that scrolls sideways; each line is the row's CSS class and its cells."""
-    classes = ["" for _ in heads]
-    for positions, name in ((figures_at, "figure"), (names_at, "name"), (wide_at, "wide")):
-        for position in positions:
-            classes[position] = name
-    top = "".join(
-        f'<th class="{name}">{escape(head)}</th>' for head, name in zip(heads, classes, strict=True)
-    )
-    body = "".join(
-        f'<tr class="{row_class}">'
-        + "".join(
-            f'<td class="{name}">{escape(cell)}</td>'
-            for cell, name in zip(cells, classes, strict=True)
-        )
-        + "</tr>\n"
-        for row_class, cells in lines
-    )
-    return (
-        f'<div class="scroll"><table><thead><tr>{top}</tr></thead>\n'
-        f"<tbody>{body}</tbody></table></div>"
-    )

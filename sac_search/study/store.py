@@ -270,6 +270,11 @@ class StudyStore:
         return self._optional("timelines", tuple[PolicyTimeline, ...]) or ()
 
     @property
+    def stop_reason(self) -> str | None:
+        """Why the last search stopped; None before the end of any."""
+        return self._optional("stop_reason", str)
+
+    @property
     def arguments(self) -> tuple[str, ...]:
         """What was typed behind the workload when it was last searched, or might have been."""
         return self._optional("arguments", tuple[str, ...]) or ()

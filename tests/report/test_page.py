@@ -155,6 +155,14 @@ def test_the_headline_is_the_results() -> None:
     assert "Loss and every gradient are bitwise those of no checkpointing." in page.visible
 
 
+def test_every_policy_is_in_a_table_and_the_winner_stands_out() -> None:
+    page = page_of(full_result())
+    assert "All 5 policies" in page.visible
+    for told in ("trial 8 – – – forecast over the budget", "trial 9 – – – worker crashed"):
+        assert told in page.visible
+    assert [a["class"] for a in page.has("tr") if a.get("class") == "best"] == ["best", "best"]
+
+
 def test_importance_is_shown_most_important_first() -> None:
     weights = tuple(Importance(name=f"save.{n}", fraction=(20 - n) / 200) for n in range(14))
     page = page_of(full_result(), weights)
