@@ -15,12 +15,15 @@ from sac_search.errors import StudyFileError, UsageError
 from sac_search.export import render_module, write_whole
 from sac_search.records import Evidence
 from sac_search.report import rows
+from sac_search.report.page import render_page
 from sac_search.study.baselines import BASELINE_NAMES, COMPILED_NAMES, FULL
 from sac_search.study.candidate import Candidate
 from sac_search.study.finish import Winner, known_candidates, stored_winner
+from sac_search.study.importance import importances
 from sac_search.study.result import SearchResult, find_candidate, floor_of, to_document
 from sac_search.study.store import StudyStore, open_study
 
+REPORT_FILE = "report.html"
 POLICY_FILE = "policy.py"
 OLD_POLICY_FILE = "policy.old.py"
 RESULT_FILE = "result.json"
@@ -49,6 +52,8 @@ def make_result(
         interrupted=interrupted,
         compile_options=store.compile_options,
         insights=store.insights,
+        arguments=store.arguments,
+        timelines=store.timelines,
     )
 
 
@@ -64,7 +69,8 @@ def load_result(folder: Path) -> SearchResult:
         StudyNotFound, StudyFileError: there is no such study, or it cannot be read.
     """
     store = open_study(folder)
-    return make_result(store, stored_winner(store), "read from the study", False, ())
+    reason = store.stop_reason or "read from the study"
+    return make_result(store, stored_winner(store), reason, False, ())
 
 
 def render_policy(result: SearchResult, module_name: str = "policy") -> str:
@@ -159,3 +165,12 @@ def write_files(result: SearchResult, folder: Path) -> None:
         write_whole(policy_path, render_policy(result))
     elif policy_path.exists():
         policy_path.replace(folder / OLD_POLICY_FILE)
+
+
+def write_report(result: SearchResult, store: StudyStore, path: Path) -> None:
+    """Writes the report of a study, a page that needs nothing beside it.
+
+    Raises:
+        UsageError: plotly is not installed, or the file cannot be written.
+    """
+    write_whole(path, render_page(result, importances(store)))

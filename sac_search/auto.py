@@ -133,6 +133,7 @@ def auto_checkpoint(
             layers=layers,
             trials=trials,
             steps=steps,
+            report=cache is not None,
         )
         result = _stored(options)
         from_cache = result is not None

@@ -213,6 +213,25 @@ def export(
 
 
 @app.command
+def report(
+    study: Annotated[str, Parameter(help="Name of a study, or its folder.")],
+    /,
+    *,
+    output: Annotated[
+        Path | None,
+        Parameter(name=["--output", "-o"], help="The page to write; by default in the study."),
+    ] = None,
+    root: Root = Path("studies"),
+) -> int:
+    """Write a study's report: one page with plots that opens in any browser, offline."""
+    folder = _find_study(study, root)
+    path = output or folder / artifacts.REPORT_FILE
+    artifacts.write_report(artifacts.load_result(folder), open_study(folder), path)
+    print_text(f"{path}: open it in a browser; it needs no network.")
+    return 0
+
+
+@app.command
 def verify(
     policy: Annotated[Path, Parameter(help="An exported policy module.")],
     workload: Annotated[str, Parameter(help="train.py or train.py:factory.")] = BUILTIN_SPEC,

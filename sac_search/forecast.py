@@ -39,6 +39,7 @@ from sac_search.policy import Policy
 from sac_search.policy_runtime import site_of
 from sac_search.ranks import local_tensor
 from sac_search.records import Phase
+from sac_search.timeline import StepLog, Timeline
 from sac_search.workload import Workload
 from sac_search.workspaces import WorkspaceKey, workspace_key
 
@@ -59,6 +60,8 @@ class Forecast:
     """What each watched layer keeps and needs."""
     recomputed: dict[str, dict[tuple[str, str], int]] = field(default_factory=dict)
     """For each checkpointed layer, calls of each op and site that the backward runs again."""
+    timeline: Timeline | None = None
+    """Live bytes by kind over the step; None where it was not asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +95,7 @@ def forecast_step(
     values: Sequence[Any] = (),
     layer_names: tuple[str, ...] = (),
     foreign_bytes: int = 0,
+    with_timeline: bool = False,
 ) -> Forecast:
     """Returns what one step under `policy` would need.
 
@@ -109,7 +113,9 @@ def forecast_step(
         tracker = StorageTracker(
             workspaces or {}, values, device_type=fake.parameters()[0].device.type
         )
-        return _count_step(fake, policy, tracker, mode, layer_names, foreign_bytes)
+        return _count_step(
+            fake, policy, tracker, mode, layer_names, foreign_bytes, with_timeline=with_timeline
+        )
 
 
 def track_step(
@@ -120,6 +126,7 @@ def track_step(
     layer_names: tuple[str, ...] = (),
     foreign_bytes: int = 0,
     workspaces: Mapping[WorkspaceKey, int] | None = None,
+    with_timeline: bool = False,
 ) -> Forecast:
     """Returns what one step under `policy` needs, counted while it runs on real tensors.
 
@@ -143,6 +150,7 @@ def track_step(
         contextlib.nullcontext(),
         layer_names,
         foreign_bytes,
+        with_timeline=with_timeline,
     )
 
 
@@ -153,9 +161,13 @@ def _count_step(
     mode: contextlib.AbstractContextManager[Any],
     layer_names: tuple[str, ...],
     foreign_bytes: int,
+    *,
+    with_timeline: bool,
 ) -> Forecast:
     optimizer = workload.optimizer
     states = len(optimizer.state) if optimizer is not None else 0
+    if with_timeline:
+        tracker.log = StepLog(workload, tracker.key_of, foreign_bytes)
     for tensor in _own_tensors(workload):
         tracker.note(tensor)
     tracker.live_bytes += foreign_bytes
@@ -171,6 +183,7 @@ def _count_step(
             tracker,
             listening_to_phases(tracker.enter_phase),
             tracker.watching(workload.bare_model, layer_names),
+            tracker.log.following(layer_names) if tracker.log else contextlib.nullcontext(),
         ):
             workload.run_step()
             has_made_state = optimizer is not None and len(optimizer.state) > states
@@ -187,6 +200,7 @@ def _count_step(
         resident_bytes=foreign_bytes + tracker.bytes_of(_own_tensors(workload)),
         layer_bytes=tracker.layer_bytes,
         recomputed={name: dict(calls) for name, calls in tracker.recomputed.items()},
+        timeline=tracker.log.timeline() if tracker.log else None,
     )
 
 
@@ -210,6 +224,7 @@ class StorageTracker(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self.live_bytes = 0
+        self.log: StepLog | None = None
         self._device_type = device_type
         self.phase_peak_bytes: dict[Phase, int] = {}
         self.layer_bytes: dict[str, LayerBytes] = {}
@@ -234,6 +249,8 @@ class StorageTracker(TorchDispatchMode):
         self._growth.clear()
         self._values_read = 0
         self._phase = Phase.FORWARD
+        if self.log:
+            self.log.begin()
         self._note_peak()
 
     def enter_phase(self, phase: Phase) -> None:
@@ -242,6 +259,8 @@ class StorageTracker(TorchDispatchMode):
         if phase is Phase.BACKWARD:
             self._growth.clear()
         self._phase = phase
+        if self.log:
+            self.log.enter_phase(phase)
 
     def note(self, value: Any) -> None:
         """Counts the storage of `value`, if it is a tensor that was not seen before."""
@@ -251,11 +270,16 @@ class StorageTracker(TorchDispatchMode):
         key = storage._cdata
         self._sizes[key] = storage.nbytes()
         self.live_bytes += self._sizes[key]
+        if self.log:
+            again = bool(self.running_layer) and not _in_forward()
+            self.log.add(key, self._sizes[key], recomputed=again)
 
         def forget(_: object) -> None:
             del self._storages[key]
             self._producers.pop(key, None)
             self.live_bytes -= self._sizes.pop(key)
+            if self.log:
+                self.log.remove(key)
 
         self._storages[key] = weakref.ref(storage, forget)
         self._producers[key] = _current_node()
@@ -267,7 +291,14 @@ class StorageTracker(TorchDispatchMode):
         self._settle()
         self.live_bytes += storage.nbytes() - self._sizes[storage._cdata]
         self._sizes[storage._cdata] = storage.nbytes()
+        if self.log:
+            self.log.resize(storage._cdata, storage.nbytes())
         self._note_peak()
+
+    def key_of(self, value: Any) -> int | None:
+        """Returns what tells the storage of `value` from others, if it has one that is counted."""
+        storage = self._storage_of(value)
+        return None if storage is None else storage._cdata
 
     def bytes_of(self, tensors: Iterable[torch.Tensor]) -> int:
         """Returns the bytes of the storages of `tensors`, each once."""
@@ -351,6 +382,8 @@ class StorageTracker(TorchDispatchMode):
         reached = self.live_bytes + workspace_bytes
         if reached > self.phase_peak_bytes.get(self._phase, 0):
             self.phase_peak_bytes[self._phase] = reached
+        if self.log:
+            self.log.reach(self._phase, workspace_bytes)
         self._highest_bytes = max(self._highest_bytes, reached)
 
     def _workspace_of(self, func: Any, args: tuple[Any, ...]) -> int:

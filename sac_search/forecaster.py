@@ -22,6 +22,7 @@ from sac_search.policy import Policy, checkpoint_layers
 from sac_search.profile import DryRun, Profile, build_profile
 from sac_search.ranks import ALONE, Peers
 from sac_search.space import Granularity
+from sac_search.timeline import Timeline
 from sac_search.trace import LayerTrace
 from sac_search.workload import Workload
 from sac_search.workspaces import learn_workspaces
@@ -108,6 +109,15 @@ class Forecaster:
             self._forecasts[policy.key] = forecast(policy)
         return self._forecasts[policy.key]
 
+    def timeline(self, policy: Policy) -> Timeline | None:
+        """Returns the memory of a step under `policy`, op by op.
+
+        Raises:
+            CannotForecast: as `forecast` does.
+        """
+        count = self._track if self.why_tracked else self._forecast
+        return count(policy, with_timeline=True).timeline
+
     def profile(self, request: ProfileRequest) -> Profile:
         """Returns sizes and prices of the layers.
 
@@ -127,7 +137,7 @@ class Forecaster:
         if peers.any(bool(problem)):
             raise CannotForecast(problem or "another rank's step cannot be forecast")
 
-    def _forecast(self, policy: Policy) -> Forecast:
+    def _forecast(self, policy: Policy, *, with_timeline: bool = False) -> Forecast:
         return forecast_step(
             self._workload,
             policy,
@@ -135,9 +145,10 @@ class Forecaster:
             values=self._values,
             layer_names=self._names,
             foreign_bytes=self._foreign_bytes,
+            with_timeline=with_timeline,
         )
 
-    def _track(self, policy: Policy) -> Forecast:
+    def _track(self, policy: Policy, *, with_timeline: bool = False) -> Forecast:
         try:
             return track_step(
                 self._workload,
@@ -146,6 +157,7 @@ class Forecaster:
                 workspaces=self._workspaces,
                 layer_names=self._names,
                 foreign_bytes=self._foreign_bytes,
+                with_timeline=with_timeline,
             )
         except Exception as error:
             failure = failure_from(error)

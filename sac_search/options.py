@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Protocol
 
@@ -20,6 +20,9 @@ from sac_search.worker.client import Isolation
 LARGEST_BUDGET_GB = 2**23
 # What torch takes as a number of threads, or of samples.
 LARGEST_COUNT = 2**31 - 1
+# Options that have another name on the command line, or none.
+_FLAGS = {"timeout_seconds": "timeout", "trial_timeout_seconds": "trial_timeout"}
+_NOT_ARGUMENTS = frozenset({"fresh", "report"})
 
 
 class Listener(Protocol):
@@ -101,6 +104,8 @@ class SearchOptions:
     """Its mode, such as `max-autotune`; the backend's default when None."""
     compile_dynamic: bool | None = None
     """Whether sizes are symbols from the start; torch finds out by itself when None."""
+    report: bool = True
+    """Write `report.html` at the end."""
 
     def __post_init__(self) -> None:
         if not 0 < self.budget_gb <= LARGEST_BUDGET_GB:
@@ -132,6 +137,20 @@ class SearchOptions:
     def budget_bytes(self) -> int:
         """The budget in bytes."""
         return units.gib_to_bytes(self.budget_gb)
+
+    def arguments(self) -> tuple[str, ...]:
+        """Returns what says the same on the command line, but for beginning anew."""
+        found: list[str] = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in _NOT_ARGUMENTS or value == field.default:
+                continue
+            flag = _FLAGS.get(field.name, field.name).replace("_", "-")
+            if isinstance(value, bool):
+                found.append(f"--{flag}" if value else f"--no-{flag}")
+            else:
+                found += [f"--{flag}", str(value)]
+        return tuple(found)
 
     @property
     def run_modes(self) -> tuple[RunMode, ...]:

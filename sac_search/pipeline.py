@@ -10,8 +10,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sac_search import interrupts, units
-from sac_search.artifacts import make_result, no_fit_message, write_files
-from sac_search.errors import NoPolicyFits, StudyError, StudyNotFound, WorkloadError
+from sac_search.artifacts import (
+    REPORT_FILE,
+    make_result,
+    no_fit_message,
+    write_files,
+    write_report,
+)
+from sac_search.errors import (
+    NoPolicyFits,
+    SacSearchError,
+    StudyError,
+    StudyNotFound,
+    WorkloadError,
+)
 from sac_search.failures import OF_MEMORY
 from sac_search.options import Compile, Listener, SearchOptions
 from sac_search.records import Evidence, Failure, FailureKind
@@ -23,6 +35,7 @@ from sac_search.study.finish import (
     choose_winner,
     confirm,
     known_as_wrong,
+    known_candidates,
     with_confirmed_figures,
 )
 from sac_search.study.forecasting import ForecastStudy
@@ -40,6 +53,7 @@ from sac_search.study.store import (
     open_study,
     unused_folder,
 )
+from sac_search.study.timelines import draw_timelines
 from sac_search.study.warmstart import adopt_trace, start_from_others
 from sac_search.worker.session import Description, Verdict
 
@@ -104,8 +118,16 @@ def run_forecast(
             description.priced_step_seconds,
             lambda candidate: listener.on_candidate(candidate, 0, store.budget_bytes),
         )
-        result = make_result(store, study.run(), "forecast", False, description.notes)
+        winner = study.run()
+        store.write(
+            "arguments", (*options.arguments(), "--forecast", store.environment.device_name)
+        )
+        if options.report:
+            _draw(store, measurer, winner, listener)
+        result = make_result(store, winner, "forecast", False, description.notes)
         write_files(result, store.folder)
+        if options.report:
+            _report(result, store, listener)
     if result.best is None:
         raise NoPolicyFits(no_fit_message(result))
     return result
@@ -236,9 +258,15 @@ class _Stages:
     def _finished(self, store: StudyStore, reason: str, *, interrupted: bool) -> SearchResult:
         with _turn(self.folder, self.listener):
             winner = self._winner(store, interrupted)
+            store.write("arguments", self.options.arguments())
+            store.write("stop_reason", reason)
+            if self.options.report and not interrupted:
+                _draw(store, self.measurer, winner, self.listener)
             result = make_result(store, winner, reason, interrupted, self.description.notes)
             write_files(result, store.folder)
             store.write("is_finished", not interrupted)
+            if self.options.report:
+                _report(result, store, self.listener)
         return result
 
     def _winner(self, store: StudyStore, interrupted: bool) -> Winner:
@@ -265,6 +293,30 @@ class _Stages:
                 )
 
         return choose_winner(store, self.measurer, ranked, on_verdict)
+
+
+def _draw(store: StudyStore, measurer: Measurer, winner: Winner, listener: Listener) -> None:
+    """Keeps the memory over a step of the policies that people compare; no search fails for it."""
+    try:
+        drawn = draw_timelines(
+            known_candidates(store),
+            winner.best,
+            store.timelines,
+            measurer.timeline,
+            must_run=store.environment.world_size > 1,
+        )
+    except SacSearchError as error:
+        listener.on_note(f"The memory over a step is not in the report: {error}")
+        return
+    store.write("timelines", drawn)
+
+
+def _report(result: SearchResult, store: StudyStore, listener: Listener) -> None:
+    """Writes the report; what stands in its way is said, and the search has its answer anyway."""
+    try:
+        write_report(result, store, store.folder / REPORT_FILE)
+    except Exception as error:
+        listener.on_note(f"No report was written: {error}")
 
 
 def _turn(folder: Path, listener: Listener) -> contextlib.AbstractContextManager[None]:

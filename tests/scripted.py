@@ -44,6 +44,7 @@ from sac_search.space import (
 from sac_search.study.candidate import Candidate
 from sac_search.study.search import Search, SearchSettings
 from sac_search.study.store import StudyStore
+from sac_search.timeline import MemoryKind, Timeline
 from sac_search.trace import LayerTrace, OpTrace
 from sac_search.worker.session import Description, ForecastPeak, Verdict
 
@@ -197,6 +198,8 @@ class ScriptedMeasurer:
     price_factor: Callable[[str], float] = lambda label: 1.0
     """How far the traced seconds of a label are off."""
     profiled: list[ProfileRequest] = field(default_factory=list)
+    timelines: Callable[[Policy], Timeline | None] = lambda policy: None
+    """Memory over a step; None where it cannot be told."""
 
     # --- the protocol -----------------------------------------------------------------------------
 
@@ -232,6 +235,9 @@ class ScriptedMeasurer:
             return ForecastPeak(problem="on paper")
         peaks = self._phase_peaks(round(self.peak_bytes(policy) * self.forecast_factor))
         return ForecastPeak(peak_bytes=peaks[Phase.BACKWARD], phase_peak_bytes=peaks)
+
+    def timeline(self, policy: Policy) -> Timeline | None:
+        return self.timelines(policy)
 
     def profile(self, request: ProfileRequest) -> Profile | None:
         self.profiled.append(request)
@@ -393,6 +399,23 @@ def _saved_part(op: OpTrace, tier: Tier) -> float:
     if op.op not in tier.ops and op.site_name not in tier.ops:
         return 0.0
     return 0.5 if tier.every_second_matmul and op.op_class is OpClass.MATMUL else 1.0
+
+
+def make_timeline(*, forward: int, backward: int, layer: str = "h.1") -> Timeline:
+    """Returns the memory of a step of four points, that saves `forward` bytes."""
+    nothing = (0, 0, 0, 0)
+    return Timeline(
+        ops=(0, 10, 20, 30),
+        phases=(Phase.FORWARD, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER),
+        layers=("", "h.0", layer, ""),
+        kind_bytes=dict.fromkeys(MemoryKind, nothing)
+        | {
+            MemoryKind.PARAMETERS: (5, 5, 5, 5),
+            MemoryKind.SAVED: (0, forward // 2, forward, 0),
+            MemoryKind.RECOMPUTED: (0, 0, backward, 0),
+        },
+        peak_index=2,
+    )
 
 
 def other_environment(**changes: object) -> Environment:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ from sac_search.errors import (
 )
 from sac_search.policy import Policy
 from sac_search.records import SCHEMA_VERSION, FailureKind, Outcome, Phase
+from sac_search.report import page
 from sac_search.space import EAGER_ONLY, LayerChoiceMode, RunMode
 from sac_search.study import store as store_module
 from sac_search.study.baselines import BASELINE_NAMES, EVERY_SECOND, FULL, NONE
@@ -126,6 +128,30 @@ def test_a_search_ends_with_a_policy_on_disk(tmp_path: Path) -> None:
         exec(text, namespace)  # noqa: S102
     assert namespace["LAYERS"] == dict.fromkeys(result.best.policy.layer_names, 0)
     assert namespace["META"]["figures"]["peak_bytes"] == result.best.measurement.peak_bytes
+
+
+def test_the_report_lies_beside_the_result(tmp_path: Path) -> None:
+    pytest.importorskip("plotly", reason="an optional extra")
+    result = search(tmp_path, ScriptedMeasurer())
+    assert load_result(tmp_path / "gpt").stop_reason == result.stop_reason
+    text = (tmp_path / "gpt" / "report.html").read_text()
+    assert "sac-search paper.py:workload --budget-gb" in text and "--sampler random" in text
+    search(tmp_path / "without", ScriptedMeasurer(), report=False)
+    assert not (tmp_path / "without" / "gpt" / "report.html").exists()
+
+
+def test_without_plotly_the_search_goes_on_and_says_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page, "_packed_plotly", page._packed_plotly.__wrapped__)
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    listener = Listener()
+    assert search(tmp_path, ScriptedMeasurer(), listener=listener).best is not None
+    assert listener.notes == [
+        "No report was written: the report needs plotly, which is not installed: "
+        "pip install 'sac-search[report]'"
+    ]
+    assert (tmp_path / "gpt" / "policy.py").is_file()
 
 
 def _other_torch() -> bool:

@@ -12,7 +12,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +27,8 @@ from sac_search.device import Clock
 from sac_search.measure import StepMeter
 from sac_search.policy import NO_CHECKPOINTING, checkpoint_layers
 from sac_search.records import Outcome
+from sac_search.report import page
+from sac_search.report.page import _packed_plotly
 from sac_search.units import GIB
 from sac_search.workload import build_workload, load_factory
 
@@ -407,6 +409,25 @@ def test_a_study_is_exported_again(
     assert module.LAYERS == first.LAYERS
 
 
+def test_the_report_of_a_study_is_written_again(
+    inside: Project, capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("plotly", reason="an optional extra")
+    written = inside.folder / "studies" / "found" / "report.html"
+    assert "Memory over one step" in written.read_text()
+    written.unlink()
+    assert cli.main(["report", "found"]) == 0
+    assert capsys.readouterr().out.startswith(f"{written.relative_to(inside.folder)}: open it")
+    other = tmp_path / "mine.html"
+    assert cli.main(["report", "studies/found", "-o", str(other)]) == 0
+    assert other.read_text().count("sac-search report studies/found") == 1
+    monkeypatch.setattr(page, "_packed_plotly", _packed_plotly.__wrapped__)
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    assert cli.main(["report", "found", "-o", str(tmp_path / "none.html")]) == 2
+    assert "pip install 'sac-search[report]'" in capsys.readouterr().err
+    assert not (tmp_path / "none.html").exists()
+
+
 def test_an_unknown_study_names_the_known_ones(inside: Project, capsys: Capture) -> None:
     assert cli.main(["export", "unknown"]) == 2
     error_output = capsys.readouterr().err
@@ -550,6 +571,10 @@ def test_options_reach_the_search(empty: Path, monkeypatch: pytest.MonkeyPatch) 
         compile_dynamic=False,
     )
     assert options.budget_bytes == 22 * GIB
+    # What a report says has to be typed is the same but for beginning anew.
+    assert cli.main(["train.py", *options.arguments()]) == 3
+    assert given[1] == replace(options, fresh=False)
+    assert api.SearchOptions(budget_gb=0.085).arguments() == ("--budget-gb", "0.085")
 
 
 Asked = list[tuple[str, str | None]]
@@ -649,7 +674,7 @@ def test_help_and_version(empty: Path, capsys: Capture) -> None:
     assert capsys.readouterr().out.strip() == __version__
     assert cli.main(["--help"]) == 0
     output = capsys.readouterr().out
-    for word in ("--budget-gb", "export", "verify", "trace", "studies"):
+    for word in ("--budget-gb", "export", "report", "verify", "trace", "studies"):
         assert word in output
     assert cli.main(["verify", "--help"]) == 0
     assert "exported policy" in capsys.readouterr().out

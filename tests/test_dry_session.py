@@ -133,6 +133,14 @@ def test_of_unlike_batches_the_largest_is_forecast(write: Write) -> None:
     assert "differ in size" in session.describe().notes[0]
 
 
+def test_a_timeline_is_that_of_the_forecast(write: Write) -> None:
+    session = DrySession(write(FACTORY), RATES)
+    for policy in policies():
+        timeline = session.timeline(policy)
+        assert timeline is not None
+        assert timeline.peak_bytes == session.forecast(policy).peak_bytes
+
+
 def test_a_dry_run_is_the_forecast_of_the_real_workload(write: Write) -> None:
     settings = write(FACTORY)
     session = DrySession(settings, RATES)

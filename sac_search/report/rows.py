@@ -46,6 +46,15 @@ def candidate_rows(result: SearchResult) -> list[CandidateRow]:
     return rows
 
 
+def every_candidate_row(result: SearchResult) -> list[CandidateRow]:
+    """Returns a row per policy that was tried, in the result's order."""
+    best_key = None if result.best is None else result.best.policy.key
+    return [
+        _candidate_row(result, c, c.name, is_best=c.policy.key == best_key)
+        for c in result.candidates
+    ]
+
+
 def _candidate_row(
     result: SearchResult, candidate: Candidate, name: str, *, is_best: bool = False
 ) -> CandidateRow:

@@ -11,6 +11,7 @@ from sac_search.policy import Policy
 from sac_search.profile import Profile
 from sac_search.records import Outcome
 from sac_search.space import SearchSpace
+from sac_search.timeline import Timeline
 from sac_search.worker.session import Description, ForecastPeak, Verdict
 
 
@@ -28,6 +29,9 @@ class Measurer(Protocol):
 
     def forecast(self, policy: Policy) -> ForecastPeak:
         """Returns the peak that `policy` would have, without running it, where that can be told."""
+
+    def timeline(self, policy: Policy) -> Timeline | None:
+        """Returns the memory of a step under `policy`, op by op, where that can be told."""
 
     def profile(self, request: ProfileRequest) -> Profile | None:
         """Returns sizes and prices of the layers; None where there are no forecasts."""

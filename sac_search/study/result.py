@@ -14,6 +14,7 @@ from sac_search.records import SCHEMA_VERSION, Environment, Evidence, Phase, Ver
 from sac_search.study.baselines import COMPILE, FULL, NONE
 from sac_search.study.candidate import Candidate
 from sac_search.study.insights import Insights
+from sac_search.study.timelines import PolicyTimeline
 from sac_search.trace import LayerTrace
 
 
@@ -55,6 +56,11 @@ class SearchResult:
     """How what is compiled is compiled; None where nothing is."""
     insights: Insights | None = None
     """What the search believed at its end; None where nothing could be planned."""
+    arguments: tuple[str, ...] = ()
+    """What says on the command line, behind the workload, how it was searched; empty for a study of
+    a release that did not keep it."""
+    timelines: tuple[PolicyTimeline, ...] = ()
+    """Memory over one step: of no and full checkpointing and the winner, where it is known."""
 
     @property
     def policy(self) -> Policy:

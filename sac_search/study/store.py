@@ -29,6 +29,7 @@ from sac_search.records import SCHEMA_VERSION, Bytes, Environment, Evidence, Out
 from sac_search.space import Decision
 from sac_search.study.candidate import Candidate, drift_free_seconds
 from sac_search.study.insights import Insights
+from sac_search.study.timelines import PolicyTimeline
 from sac_search.trace import LayerTrace
 
 DATABASE_NAME = "study.db"
@@ -242,7 +243,7 @@ class StudyStore:
     ) -> None:
         """Makes a study that holds nothing but forecasts one of this environment."""
         self.write("evidence", evidence)
-        for name in ("winner", "bound_overhead_seconds", "insights"):
+        for name in ("winner", "bound_overhead_seconds", "insights", "timelines"):
             self.write(name, None)
         self.write("environment", environment)
         self.__dict__.pop("environment", None)
@@ -262,6 +263,21 @@ class StudyStore:
     def insights(self) -> Insights | None:
         """What the last search believed at its end; None where nothing could be planned."""
         return self._optional("insights", Insights)
+
+    @property
+    def timelines(self) -> tuple[PolicyTimeline, ...]:
+        """Memory over one step, of the policies that people compare."""
+        return self._optional("timelines", tuple[PolicyTimeline, ...]) or ()
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Why the last search stopped; None before the end of any."""
+        return self._optional("stop_reason", str)
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """What was typed behind the workload when it was last searched, or might have been."""
+        return self._optional("arguments", tuple[str, ...]) or ()
 
     @functools.cached_property
     def is_compiled_only(self) -> bool:

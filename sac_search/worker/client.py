@@ -22,6 +22,7 @@ from sac_search.forecaster import ProfileRequest
 from sac_search.policy import COMPILE_ALONE, Policy
 from sac_search.profile import Profile
 from sac_search.records import Failure, FailureKind, Outcome
+from sac_search.timeline import Timeline
 from sac_search.worker.group import GroupWorker, current_group
 from sac_search.worker.process import WorkerLost, WorkerProcess, nonsense
 from sac_search.worker.protocol import METHODS, Comparison, Reply
@@ -121,6 +122,13 @@ class WorkerClient:
         except WorkerLost as lost:
             return ForecastPeak(problem=lost.failure.message)
         return peak
+
+    def timeline(self, policy: Policy) -> Timeline | None:
+        """Returns the memory of a step under `policy`, op by op; None where it cannot be told."""
+        with contextlib.suppress(WorkerLost):
+            found: Timeline | None = self._ask("timeline", policy, self._forecast_timeout(1))
+            return found
+        return None
 
     def profile(self, request: ProfileRequest) -> Profile | None:
         """Returns sizes and prices of the layers; None where there are no forecasts."""

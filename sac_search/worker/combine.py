@@ -14,6 +14,7 @@ from typing import Any
 from sac_search.errors import WorkloadError
 from sac_search.profile import Profile
 from sac_search.records import Failure, Outcome
+from sac_search.timeline import Timeline
 from sac_search.worker.protocol import RemoteError
 from sac_search.worker.session import Description, ForecastPeak, Verdict
 
@@ -75,9 +76,11 @@ def combine(results: Sequence[Any]) -> Any:
         return [combine(outcomes) for outcomes in zip(*results, strict=True)]
     if isinstance(first, ForecastPeak):
         return _highest_forecast(results)
-    profiles: list[Profile] = [result for result in results if result is not None]
-    if len(profiles) < len(results):
+    if any(result is None for result in results):
         return None  # what one rank cannot tell, none can
+    if isinstance(first, Timeline):
+        return max(results, key=lambda timeline: timeline.peak_bytes)
+    profiles: list[Profile] = list(results)
     return max(profiles, key=lambda profile: max(profile.most_kept.phase_peak_bytes.values()))
 
 

@@ -25,6 +25,7 @@ from sac_search.profile import Profile
 from sac_search.rates import DeviceRates, StepPrice, op_seconds
 from sac_search.ready import find_factory
 from sac_search.records import Environment
+from sac_search.timeline import Timeline
 from sac_search.trace import price_layers
 from sac_search.worker.session import (
     Description,
@@ -109,11 +110,15 @@ class DrySession:
             CannotForecast: the step reads values, or runs an op without fake form.
         """
         if policy.key not in self._forecasts:
-            with _errors_explained("a training step"), any_device_as_cpu():
-                self._forecasts[policy.key] = forecast_step(
-                    self.workload, policy, layer_names=tuple(layer.name for layer in self._layers)
-                )
+            self._forecasts[policy.key] = self._dry_run(policy)
         return self._forecasts[policy.key]
+
+    def timeline(self, policy: Policy) -> Timeline | None:
+        """Returns the memory of a step under `policy`, op by op; None where it cannot be told."""
+        try:
+            return self._dry_run(policy, with_timeline=True).timeline
+        except Exception:
+            return None
 
     def step_seconds(self) -> float:
         """Returns the priced seconds of a whole step without checkpointing.
@@ -153,6 +158,15 @@ class DrySession:
             clock="forecast",
             allocator_settings="",
         )
+
+    def _dry_run(self, policy: Policy, *, with_timeline: bool = False) -> Forecast:
+        with _errors_explained("a training step"), any_device_as_cpu():
+            return forecast_step(
+                self.workload,
+                policy,
+                layer_names=tuple(layer.name for layer in self._layers),
+                with_timeline=with_timeline,
+            )
 
     def _find_layers(self) -> list[Layer]:
         patterns = self._settings.layers or self.workload.layers

@@ -11,6 +11,7 @@ from sac_search.forecaster import ProfileRequest
 from sac_search.policy import Policy
 from sac_search.profile import Profile
 from sac_search.records import Outcome
+from sac_search.timeline import Timeline
 from sac_search.worker.session import Description, ForecastPeak, SessionSettings, Verdict
 
 
@@ -76,6 +77,7 @@ METHODS = {
     "run_steps": Method(Policy, Outcome),
     "compare": Method(Comparison, list[Outcome]),
     "forecast": Method(Policy, ForecastPeak),
+    "timeline": Method(Policy, Timeline | None),
     "profile": Method(ProfileRequest, Profile | None),
     "verify": Method(Policy, Verdict),
     "verify_with_full": Method(Policy, Verdict),

@@ -38,6 +38,7 @@ from sac_search.ranks import (
 )
 from sac_search.ready import find_factory
 from sac_search.records import Environment, Failure, FailureKind, Outcome, Phase, Verification
+from sac_search.timeline import Timeline
 from sac_search.trace import LayerTrace, trace_layers
 from sac_search.verify import verify_policy
 from sac_search.workload import (
@@ -212,6 +213,19 @@ class Session:
         return ForecastPeak(
             peak_bytes=found.peak_bytes, phase_peak_bytes=dict(found.phase_peak_bytes)
         )
+
+    def timeline(self, policy: Policy) -> Timeline | None:
+        """Returns the memory of a step under `policy`, op by op; None where it cannot be told."""
+        forecaster = self._ready_forecaster() if policy.compiled is None else None
+        if forecaster is None:
+            return None
+        try:
+            return forecaster.timeline(policy)
+        except Exception:
+            traceback.print_exc()  # into the log; it is there to be looked at, and nothing needs it
+            return None
+        finally:
+            self._free_cached_memory()
 
     def profile(self, request: ProfileRequest) -> Profile | None:
         """Returns sizes and prices of the layers; None where there are no forecasts."""

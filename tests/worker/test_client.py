@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from scripted import make_timeline
 
 from sac_search import errors
 from sac_search.failures import make_failure
@@ -478,6 +479,12 @@ def test_a_dry_run_is_no_part_of_a_trial() -> None:
     client._process = object()  # it lives on
     assert client.measure(FULL).forecast_peak_bytes == 7
     assert client.asked == [("run_steps", 7.0), ("forecast", 400.0)]
+
+
+def test_a_worker_that_is_lost_while_it_draws_a_timeline_draws_none() -> None:
+    client = Scripted(lost(), make_timeline(forward=1, backward=2))
+    assert client.timeline(FULL) is None
+    assert client.timeline(FULL) == make_timeline(forward=1, backward=2)
 
 
 def test_a_profile_gets_a_second_chance() -> None:

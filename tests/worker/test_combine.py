@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
-from scripted import ENVIRONMENT, make_failed, make_layers, make_outcome
+from scripted import ENVIRONMENT, make_failed, make_layers, make_outcome, make_timeline
 
 from sac_search.errors import WorkloadError
 from sac_search.failures import make_failure
@@ -14,6 +14,7 @@ from sac_search.policy import NO_CHECKPOINTING
 from sac_search.profile import Profile, RowSample
 from sac_search.records import Failure, FailureKind, Outcome, Phase, Verification
 from sac_search.space import Granularity
+from sac_search.timeline import Timeline
 from sac_search.worker.combine import cause_of, combine, error_of, failure_of
 from sac_search.worker.protocol import RemoteError
 from sac_search.worker.session import Description, ForecastPeak, Verdict
@@ -148,6 +149,15 @@ def test_a_profile_is_that_of_the_fullest_rank() -> None:
 
     assert combine([profile(1), profile(3), profile(2)]) == profile(3)
     assert combine([profile(1), None]) is None
+
+
+def test_the_memory_over_a_step_is_that_of_the_fullest_rank() -> None:
+    def timeline(size_bytes: int) -> Timeline:
+        return make_timeline(forward=size_bytes, backward=2)
+
+    assert combine([timeline(3), timeline(9), timeline(5)]) == timeline(9)
+    assert combine([timeline(3), None]) is None
+    assert combine([None, timeline(3)]) is None
     assert combine([None, None]) is None
 
 

@@ -347,6 +347,38 @@ def test_a_profile_that_fails_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     assert session.profile(request) is None
 
 
+def test_a_timeline_is_that_of_the_forecast() -> None:
+    session = session_of()
+    session.describe()
+    for policy in (NO_CHECKPOINTING, FULL):
+        timeline = session.timeline(policy)
+        assert timeline is not None
+        assert timeline.peak_bytes == session.forecast(policy).peak_bytes
+        assert "blocks.1" in timeline.layers
+    assert session.timeline(COMPILE_ALONE) is None
+    assert session.is_healthy()
+
+
+def test_a_timeline_of_a_step_that_runs_for_real_is_that_of_the_forecast() -> None:
+    session = routed_session()
+    full = checkpoint_layers(["0", "1", "2"])
+    session.describe()
+    timeline = session.timeline(full)
+    assert timeline is not None
+    assert timeline.peak_bytes == session.forecast(full).peak_bytes
+
+
+def test_a_timeline_that_fails_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = session_of()
+    session.describe()
+
+    def broken(self: Forecaster, policy: Policy) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(Forecaster, "timeline", broken)
+    assert session.timeline(FULL) is None
+
+
 class Routed(nn.Module):
     """Runs half of its rows, whichever they are, so that shapes depend on values."""
 

@@ -1,0 +1,221 @@
+"""The points of the report's plots, in bytes and seconds as the study has them. Pure."""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sac_search import units
+from sac_search.records import Phase
+from sac_search.study.candidate import Candidate
+from sac_search.study.result import SearchResult
+from sac_search.timeline import Timeline
+
+
+class Group(enum.StrEnum):
+    """What kind of policy a point is."""
+
+    BASELINE = "baselines"
+    """What people use today."""
+    FITTING = "trials that fit"
+    """Trials whose peak is under the budget."""
+    OVER = "trials over the budget"
+    """Trials whose peak is not."""
+    BEST = "best"
+    """The winner."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyPoint:
+    """A policy that ran: its peak and its step time."""
+
+    name: str
+    """Name of the candidate."""
+    group: Group
+    """What kind it is."""
+    peak_bytes: int
+    """The peak that the budget limits."""
+    step_seconds: float
+    """Step time, drift taken out."""
+    lines: tuple[str, ...]
+    """What is to know of it."""
+
+
+def policy_points(result: SearchResult) -> list[PolicyPoint]:
+    """Returns a point for every policy that has figures, in the result's order."""
+    found = []
+    for candidate in result.candidates:
+        measurement = candidate.measurement
+        if measurement is None or candidate.step_seconds is None:
+            continue
+        found.append(
+            PolicyPoint(
+                name=candidate.name,
+                group=_group(result, candidate),
+                peak_bytes=measurement.peak_bytes,
+                step_seconds=candidate.step_seconds,
+                lines=tuple(_lines(result, candidate, measurement.peak_bytes)),
+            )
+        )
+    return found
+
+
+def _group(result: SearchResult, candidate: Candidate) -> Group:
+    if _is_best(result, candidate):
+        return Group.BEST
+    if candidate.is_baseline:
+        return Group.BASELINE
+    return Group.FITTING if candidate.fits(result.budget_bytes) else Group.OVER
+
+
+def _is_best(result: SearchResult, candidate: Candidate) -> bool:
+    return result.best is not None and candidate.policy.key == result.best.policy.key
+
+
+def _lines(result: SearchResult, candidate: Candidate, peak_bytes: int) -> list[str]:
+    assert candidate.step_seconds is not None
+    overhead = result.overhead_of(candidate)
+    step = units.format_seconds(candidate.step_seconds)
+    if overhead is not None:
+        step += f" ({units.format_percent(overhead)})"
+    return [
+        candidate.name,
+        candidate.policy.describe(),
+        f"{step}, peak {units.format_gib(peak_bytes)}",
+        *(["imported from " + candidate.imported_from] if candidate.imported_from else []),
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontierSpot:
+    """The fastest policy under one budget, by the planner."""
+
+    peak_bytes: int
+    """Its peak."""
+    step_seconds: float
+    """Its step time."""
+    lines: tuple[str, ...]
+    """What is to know of it."""
+
+
+def frontier_spots(result: SearchResult) -> list[FrontierSpot]:
+    """Returns the planner's trade-off by rising peak; none where the plain step did not run."""
+    none = result.none
+    if result.insights is None or none is None or none.step_seconds is None:
+        return []
+    found = []
+    for estimate in sorted(result.insights.frontier, key=lambda e: e.peak_bytes):
+        seconds = none.step_seconds + estimate.overhead_seconds
+        peak = units.format_gib(estimate.peak_bytes)
+        found.append(
+            FrontierSpot(
+                peak_bytes=estimate.peak_bytes,
+                step_seconds=seconds,
+                lines=(
+                    f"planned for {units.format_gib(estimate.budget_bytes)}, not measured",
+                    estimate.policy.describe(),
+                    f"{units.format_seconds(seconds)}, peak {peak}",
+                ),
+            )
+        )
+    return found
+
+
+class Ending(enum.StrEnum):
+    """How the trial of a policy ended."""
+
+    FITS = "fits"
+    """Its peak is under the budget."""
+    OVER = "over the budget"
+    """Its peak is not."""
+    RULED_OUT = "ruled out by forecast"
+    """It was not run, since its forecast is over the budget."""
+    FAILED = "failed"
+    """Its step did not run to the end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialPoint:
+    """One policy of a search, in the order of the study."""
+
+    number: int
+    """Counted from 1, baselines first."""
+    name: str
+    """Name of the candidate."""
+    ending: Ending
+    """How it ended."""
+    told: str
+    """The same in a few words, with its step time or its reason."""
+    step_seconds: float | None
+    """Its step time; None where it has none."""
+    best_seconds: float | None
+    """The fastest step so far of a policy that fits and can be exported."""
+
+
+def trial_points(result: SearchResult) -> list[TrialPoint]:
+    """Returns how the search went, baselines first, then trials in the order of measuring."""
+    found: list[TrialPoint] = []
+    best_seconds: float | None = None
+    for number, candidate in enumerate(result.candidates, 1):
+        ending, seconds = _ending(candidate, result.budget_bytes), candidate.step_seconds
+        counts = candidate.policy.exportable and not candidate.is_reference
+        if ending is Ending.FITS and counts and seconds is not None:
+            best_seconds = seconds if best_seconds is None else min(seconds, best_seconds)
+        told = str(ending) if candidate.failure is None else str(candidate.failure.kind)
+        found.append(
+            TrialPoint(
+                number=number,
+                name=candidate.name,
+                ending=ending,
+                told=told if seconds is None else f"{units.format_seconds(seconds)}, {told}",
+                step_seconds=seconds,
+                best_seconds=best_seconds,
+            )
+        )
+    return found
+
+
+def _ending(candidate: Candidate, budget_bytes: int) -> Ending:
+    if candidate.is_ruled_out:
+        return Ending.RULED_OUT
+    if candidate.measurement is None:
+        return Ending.FAILED
+    return Ending.FITS if candidate.fits(budget_bytes) else Ending.OVER
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseSpan:
+    """A stretch of a timeline that is in one phase."""
+
+    phase: Phase
+    """The phase."""
+    first_op: int
+    """Where it begins."""
+    last_op: int
+    """Where the next one begins, or the last point."""
+
+
+def phase_spans(timeline: Timeline) -> list[PhaseSpan]:
+    """Returns the phases of a step, in the order in which they run."""
+    runs = itertools.groupby(zip(timeline.phases, timeline.ops, strict=True), key=lambda at: at[0])
+    starts: list[tuple[Phase, int]] = [(phase, next(points)[1]) for phase, points in runs]
+    ends = [*(op for _, op in starts[1:]), timeline.ops[-1]]
+    return [
+        PhaseSpan(phase=phase, first_op=first, last_op=last)
+        for (phase, first), last in zip(starts, ends, strict=True)
+    ]
+
+
+def peak_name(timeline: Timeline) -> str:
+    """Returns where the peak is: `backward, h.3`."""
+    phase, layer = timeline.peak_phase, timeline.peak_layer
+    if phase in (Phase.FORWARD, Phase.BACKWARD):
+        return f"{phase}, {layer or 'outside the layers'}"
+    return str(phase)
+
+
+def without_figures(result: SearchResult) -> Sequence[Candidate]:
+    """Returns the policies that have no figures and so no point."""
+    return [c for c in result.candidates if c.measurement is None]

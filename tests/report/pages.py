@@ -1,0 +1,64 @@
+"""Reads a report back: its elements, its text and the figures in it."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from html.parser import HTMLParser
+from typing import Any
+
+_VOID = frozenset({"meta", "link", "img", "br", "hr", "input"})
+
+
+@dataclass
+class Page(HTMLParser):
+    """A page of HTML, taken apart as a browser would."""
+
+    text: str
+    elements: list[tuple[str, dict[str, str | None]]] = field(default_factory=list)
+    words: list[str] = field(default_factory=list)
+    open: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        HTMLParser.__init__(self, convert_charrefs=True)
+        self.feed(self.text)
+        self.close()
+        assert self.open == [], "elements are left open"
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in _VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag, f"</{tag}> closes another element"
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] not in ("script", "style"):
+            self.words.append(data)
+
+    @property
+    def visible(self) -> str:
+        """The text that people see."""
+        return " ".join(" ".join(self.words).split())
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """What plotly is given, by the name of its place."""
+        found = re.search(r'<script type="application/json" id="figures">(.*?)</script>', self.text)
+        assert found is not None
+        return json.loads(found[1])
+
+    def has(self, tag: str) -> list[dict[str, str | None]]:
+        """Returns the attributes of every element of that name."""
+        return [attributes for name, attributes in self.elements if name == tag]
+
+
+def trace_named(figure: dict[str, Any], name: str) -> dict[str, Any]:
+    """Returns the one trace of a figure that has this name."""
+    (found,) = (trace for trace in figure["data"] if trace["name"] == name)
+    return found
