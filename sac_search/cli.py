@@ -27,8 +27,10 @@ from sac_search.arguments import (
     BatchSize,
     ClockOption,
     Device,
+    Format,
     Json,
     Layers,
+    OutputFormat,
     ReadyOptions,
     Root,
     Threads,
@@ -37,7 +39,8 @@ from sac_search.errors import SacSearchError, StudyError, UsageError, WorkloadEr
 from sac_search.export import require_writable, write_whole
 from sac_search.frontier import find_frontier
 from sac_search.options import Compile, SearchOptions
-from sac_search.report import rows, terminal
+from sac_search.report import facts, rows, terminal
+from sac_search.report.explain import explain as explain_result
 from sac_search.space import Granularity, LayerChoiceMode
 from sac_search.study.result import SearchResult, to_document
 from sac_search.study.sampler import SamplerName
@@ -205,6 +208,20 @@ def export(
     result = artifacts.load_result(_find_study(study, root))
     write_whole(output, artifacts.render_policy(result, module_name=output.stem))
     print_text(f"{output}: {result.policy.describe()}")
+    return 0
+
+
+@app.command
+def explain(
+    study: Annotated[str, Parameter(help="Name of a study, or its folder.")],
+    /,
+    *,
+    root: Root = Path("studies"),
+    output_format: Format = OutputFormat.TEXT,
+) -> int:
+    """Say in plain words what holds a study's peak, what memory buys, and what limits it."""
+    found = explain_result(artifacts.load_result(_find_study(study, root)))
+    print_text(facts.render(found, output_format, width=_output().width))
     return 0
 
 
