@@ -119,7 +119,7 @@ class Figure:
     @property
     def text(self) -> str:
         """The number as people read it."""
-        return _FORMATS[self.unit](self.quantity.value)
+        return format_value(self.quantity.value, self.unit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,6 +196,11 @@ def state(template: str, advice: str = "", /, **parts: tuple[Quantity, Unit] | s
         names=tuple(names.values()),
         advice=advice,
     )
+
+
+def format_value(value: float, unit: Unit) -> str:
+    """Returns a number as people read it."""
+    return _FORMATS[unit](value)
 
 
 # --- formats --------------------------------------------------------------------------------------

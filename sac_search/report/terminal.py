@@ -96,6 +96,18 @@ def study_table(results: Sequence[SearchResult]) -> Table:
     return table
 
 
+def comparison_table(
+    title: str, names: tuple[str, str], rows: Sequence[tuple[str, str, str, str]]
+) -> Table:
+    """Returns one of the tables of two studies side by side."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in (title, *names, "difference"):
+        table.add_column(Text(name), overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    return table
+
+
 class SearchProgress:
     """A progress bar on a terminal, plain lines elsewhere. Told by the search what happens."""
 
