@@ -41,6 +41,7 @@ from sac_search.frontier import find_frontier
 from sac_search.options import Compile, SearchOptions
 from sac_search.report import comparison, facts, rows, terminal
 from sac_search.report.explain import explain as explain_result
+from sac_search.report.progress import SearchProgress
 from sac_search.space import Granularity, LayerChoiceMode
 from sac_search.study.result import SearchResult, to_document
 from sac_search.study.sampler import SamplerName
@@ -137,6 +138,9 @@ def search(
         bool, Parameter(negative="", help="Begin anew under a new name; nothing is deleted.")
     ] = False,
     json_output: Json = False,
+    no_progress: Annotated[
+        bool, Parameter(negative="", help="Plain lines, as where there is no terminal.")
+    ] = False,
     quiet: Annotated[bool, Parameter(name=["--quiet", "-q"], negative="")] = False,
     verbose: Annotated[bool, Parameter(name=["--verbose", "-v"], negative="")] = False,
 ) -> int:
@@ -172,8 +176,11 @@ def search(
         compile_mode=compile_mode,
         compile_dynamic=compile_dynamic,
     )
-    progress = terminal.SearchProgress(
-        Console(stderr=json_output), quiet=quiet or json_output, verbose=verbose
+    progress = SearchProgress(
+        Console(stderr=json_output),
+        quiet=quiet or json_output,
+        verbose=verbose,
+        live=not no_progress,
     )
     if forecast is None and _device_for(workload, device) != device:
         progress.note_at_start(

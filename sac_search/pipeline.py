@@ -104,7 +104,9 @@ def run_forecast(
             description.priced_step_seconds,
             lambda candidate: listener.on_candidate(candidate, 0, store.budget_bytes),
         )
-        result = make_result(store, study.run(), "forecast", False, description.notes)
+        winner = study.run()
+        listener.on_phase("export")
+        result = make_result(store, winner, "forecast", False, description.notes)
         write_files(result, store.folder)
     if result.best is None:
         raise NoPolicyFits(no_fit_message(result))
@@ -205,6 +207,10 @@ class _Stages:
     def _searched(self, search: Search) -> str:
         """Measures baselines and trials. Returns why there are no more."""
         with _turn(self.folder, self.listener):
+            known = search.store.candidates()
+            if known:
+                trials_done = len(search.trial_candidates())
+                self.listener.on_known(known, trials_done, search.store.budget_bytes)
             self.listener.on_phase("baselines", total=self.options.trials)
             first = search.measure_first()
             none = first.get(NONE)
@@ -215,9 +221,12 @@ class _Stages:
             floor_bytes = floor_of(first.get(FULL), search.store.layers)
             if is_eager and floor_bytes is not None and floor_bytes > search.store.budget_bytes:
                 return "the budget is under the floor"
-            self.listener.on_phase("search")
+            self.listener.on_phase("plan")
+            search.measure_plans()
+            self.listener.on_phase("baselines")
             search.measure_baselines(until=_refuse_failures_alike)
             self._refuse_to_compile(search)
+        self.listener.on_phase("search")
         return search.run_trials()
 
     def _refuse_to_compile(self, search: Search) -> None:
@@ -235,6 +244,7 @@ class _Stages:
     def _finished(self, store: StudyStore, reason: str, *, interrupted: bool) -> SearchResult:
         with _turn(self.folder, self.listener):
             winner = self._winner(store, interrupted)
+            self.listener.on_phase("export")
             result = make_result(store, winner, reason, interrupted, self.description.notes)
             write_files(result, store.folder)
             store.write("is_finished", not interrupted)
