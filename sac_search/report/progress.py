@@ -17,6 +17,10 @@ from sac_search.study.candidate import Candidate
 # The outcomes that are shown.
 _LAST_OUTCOMES = 3
 _REFRESHES_PER_SECOND = 4
+# Of the lines that stay: all of one, and the name in it.
+_WIDTH_OF_LINES = 85
+_WIDTH_OF_NAMES = 38
+_LEAST_WIDTH_OF_NAMES = 12
 
 
 class SearchProgress:
@@ -96,7 +100,8 @@ class SearchProgress:
         words = outcome_words(candidate, budget_bytes)
         self._screen.last = (words, *self._screen.last)[:_LAST_OUTCOMES]
         if self._verbose or better or candidate.is_baseline:
-            self._print(_candidate_line(candidate, budget_bytes, better))
+            width = self._console.width if self._console.is_terminal else _WIDTH_OF_LINES
+            self._print(_candidate_line(candidate, budget_bytes, better, width))
 
     def _take(self, candidate: Candidate, budget_bytes: int) -> bool:
         """Takes a candidate into the figures. Returns whether it is the best so far."""
@@ -125,8 +130,14 @@ class SearchProgress:
             self._console.print(line, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
-def _candidate_line(candidate: Candidate, budget_bytes: int, better: bool) -> str:
-    name = f"{candidate.name:<38}"
+def _candidate_line(
+    candidate: Candidate, budget_bytes: int, better: bool, width: int = _WIDTH_OF_LINES
+) -> str:
+    """Returns the line of a candidate; names get what the figures leave of `width` columns."""
+    name_width = min(_WIDTH_OF_NAMES, width - (_WIDTH_OF_LINES - _WIDTH_OF_NAMES))
+    if name_width < _LEAST_WIDTH_OF_NAMES:
+        return f"  {outcome_words(candidate, budget_bytes)}"
+    name = f"{candidate.name:<{name_width}}"
     if candidate.measurement is None or candidate.step_seconds is None:
         assert candidate.failure is not None
         return f"  {name} {candidate.failure.kind}: {candidate.failure.advice}"

@@ -324,6 +324,18 @@ def test_there_is_no_display_where_none_is_wanted(how: dict[str, object]) -> Non
     assert ("trial 7" in text) is ("quiet" not in how)
 
 
+@pytest.mark.parametrize("width", [200, 85, 80, 60])
+def test_the_line_of_an_improvement_fits_the_terminal(width: int) -> None:
+    line = progress._candidate_line(TRIAL, 6 * GIB, True, width)
+    assert " ".join(line.split()) == "trial 7 220.0 ms 5.000 GiB fits * best so far"
+    assert len(line) == min(width, 85)
+
+
+def test_on_a_narrow_terminal_a_line_has_no_columns() -> None:
+    line = progress._candidate_line(TRIAL, 6 * GIB, True, 40)
+    assert line == "  trial 7: fits, 220.0 ms, 5.000 GiB"
+
+
 def test_what_compiling_took_stands_beside_a_compiled_policy() -> None:
     assert TRIAL.measurement is not None
     measurement = dataclasses.replace(TRIAL.measurement, compile_seconds=75.0)
