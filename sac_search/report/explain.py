@@ -84,12 +84,13 @@ def _standing(found: Quantities) -> list[Fact]:
         return facts + _where_budgets_bind(found)
     facts = [
         state(
-            "The fastest policy under {budget} is {name} ({policy}): {step} per step, peak {peak}, "
-            "so {left} of the budget is not used",
+            "The fastest policy under {budget} is {name} ({policy}): {step} ±{noise} per step, "
+            "peak {peak}, so {left} of the budget is not used",
             budget=(found.budget, Unit.GIB),
             name=best.name,
             policy=best.candidate.policy.describe(),
             step=(best.seconds, Unit.SECONDS),
+            noise=(best.noise, Unit.SHARE),
             peak=(best.peak, Unit.GIB),
             left=(found.budget - best.peak, Unit.GIB),
         )

@@ -19,6 +19,8 @@ from sac_search import units
 
 _WIDTH = 100
 _DIGITS_OF_RATE = 3
+# Smaller parts are told to a tenth of a hundredth.
+_SMALL_SHARE = 0.1
 # Less is told in MiB.
 _SMALLEST_GIB = 0.01
 
@@ -335,7 +337,7 @@ _FORMATS = {
     Unit.MIB: units.format_mib,
     Unit.SECONDS: units.format_seconds,
     Unit.CHANGE: units.format_percent,
-    Unit.SHARE: lambda fraction: f"{fraction * 100:.0f}%",
+    Unit.SHARE: lambda part: f"{part * 100:.1f}%" if part < _SMALL_SHARE else f"{part * 100:.0f}%",
     Unit.RATE: _format_rate,
     Unit.COUNT: lambda count: f"{count:,.0f}",
 }

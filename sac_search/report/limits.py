@@ -27,8 +27,8 @@ _LOSS_ADVICE = (
     "fused or chunked cross-entropy never holds them all."
 )
 _STATE_ADVICE = (
-    "An optimizer with less state (8-bit, or factored) lowers that, and what is spared is free for "
-    "the layers."
+    "As far as that is the optimizer's state, one with less (8-bit, or factored) lowers it, and "
+    "what is spared is free for the layers."
 )
 _PARAMETERS_ADVICE = (
     "Parameters in fewer bits, or sharded over ranks, lower it, and what is spared is free for the "
@@ -166,7 +166,8 @@ def _optimizer_state(found: Quantities, tried: Tried) -> list[Fact]:
         return []
     return [
         state(
-            "The optimizer's step needs {others} beside the parameters and gradients of their size",
+            "While the optimizer steps {others} are alive beside the parameters and gradients of "
+            "their size",
             _STATE_ADVICE,
             others=(others, Unit.GIB),
         )

@@ -25,6 +25,7 @@ def saving(found: Quantities) -> list[Fact]:
     if not checkpointed:
         return []
     return [
+        *_all_together(found, groups, best),
         *_saved(found, checkpointed),
         *_policy_function(found, checkpointed),
         *_left_alone(found, groups),
@@ -51,6 +52,27 @@ def _of_compiled(found: Quantities) -> list[Fact]:
             )
         )
     return facts
+
+
+def _all_together(found: Quantities, groups: list[LayerGroup], best: Tried) -> list[Fact]:
+    """Returns what the winner spares against full checkpointing by the prices, and measured."""
+    full = found.full
+    if full is None or full.candidate.policy.key == best.candidate.policy.key:
+        return []
+    spared = []
+    for group in groups:
+        one = found.recomputed(replace(group, labels=frozenset()))
+        if group.labels is not None:
+            one -= found.recomputed(group)
+        spared.append(one * exactly(group.layers))
+    return [
+        state(
+            "Against recomputing all of every layer the winner spares {spared} of a step by the "
+            "prices that follow, and was {measured} faster",
+            spared=(total(spared), Unit.SECONDS),
+            measured=(full.seconds - best.seconds, Unit.SECONDS),
+        )
+    ]
 
 
 def _saved(found: Quantities, groups: list[LayerGroup]) -> list[Fact]:
@@ -128,48 +150,67 @@ def _next_alone(found: Quantities, groups: list[LayerGroup], best: Tried) -> lis
             continue
         facts.append(
             state(
-                "Leaving alone one of the {count} {layers} of {kind} that {what} would spare "
-                "{seconds} and keep {kept} more",
+                "Leaving alone a layer of {kind} that {what} (one of {count}) would spare "
+                "{seconds} and keep {kept} more: {rate}",
                 _fits_advice(found, best, kept),
                 count=(exactly(group.layers), Unit.COUNT),
-                layers=_layers(group.layers),
                 kind=group.kind,
                 what=_describe(group),
                 seconds=(seconds, Unit.SECONDS),
                 kept=(kept, Unit.MIB),
+                rate=_rate(seconds, kept),
             )
         )
     return facts
 
 
 def _offers(found: Quantities, groups: list[LayerGroup], best: Tried) -> list[Fact]:
-    """Returns the best buys among what the checkpointed layers do not save."""
-    offers: list[tuple[float, Fact]] = []
-    for kind, label in found.save_prices:
-        for group in groups:
-            if group.kind != kind or label in (group.labels or ()):
-                continue
-            seconds = found.save(kind, label, "seconds")
-            if not group.labels:  # the first save of a layer brings the policy function with it
-                seconds -= found.layer(kind, "policy_seconds")
-            if seconds.value < _SMALLEST_GAIN_FRACTION * best.seconds.value / group.layers:
-                continue
-            kept = found.save(kind, label, "kept_bytes")
-            fact = state(
-                "Next could be {label} in layers of {kind} that {what}: one more layer spares "
-                "{seconds} and keeps {kept}: {rate}",
-                _fits_advice(found, best, kept),
-                label=label,
-                kind=kind,
-                what=_describe(group),
-                seconds=(seconds, Unit.SECONDS),
-                kept=(kept, Unit.MIB),
-                rate=_rate(seconds, kept),
-            )
-            rate = seconds.value / kept.value if kept.value else float("inf")
-            offers.append((rate, fact))
-    offers.sort(key=lambda offer: -offer[0])
-    return [fact for _, fact in offers[:_MOST_OFFERS]]
+    """Returns the best buys: one layer saving one thing more, or doing as others do."""
+    offers = []
+    for group in groups:
+        others = [g for g in groups if g.kind == group.kind and g.labels != group.labels]
+        labels = {label for kind, label in found.save_prices if kind == group.kind}
+        wider = [
+            replace(group, labels=(group.labels or frozenset()) | {label})
+            for label in sorted(labels - (group.labels or frozenset()))
+        ]
+        offers += [_Offer(found, group, to) for to in (*others, *wider)]
+    least = _SMALLEST_GAIN_FRACTION * best.seconds.value
+    worth = [o for o in offers if o.seconds.value * o.group.layers > least and o.kept.value >= 0]
+    worth.sort(key=lambda offer: -offer.seconds.value / max(offer.kept.value, 1))
+    different: dict[str, _Offer] = {}
+    for offer in worth:  # the same for other layers of the kind says nothing new
+        different.setdefault(f"{offer.group.kind}: {offer.added}", offer)
+    return [
+        state(
+            "Next, a layer of {kind} that {what} could {instead}, which spares {seconds} and keeps "
+            "{kept} more: {rate}",
+            _fits_advice(found, best, offer.kept),
+            kind=offer.group.kind,
+            what=_describe(offer.group),
+            instead=offer.instead,
+            seconds=(offer.seconds, Unit.SECONDS),
+            kept=(offer.kept, Unit.MIB),
+            rate=_rate(offer.seconds, offer.kept),
+        )
+        for offer in list(different.values())[:_MOST_OFFERS]
+    ]
+
+
+class _Offer:
+    """One checkpointed layer of a group, doing something else."""
+
+    def __init__(self, found: Quantities, group: LayerGroup, to: LayerGroup) -> None:
+        self.group = group
+        self.seconds = found.recomputed(group) - found.recomputed(to)
+        self.kept = found.kept(to) - found.kept(group)
+        more, less = (to.labels or frozenset()), (group.labels or frozenset())
+        self.added, dropped = ", ".join(sorted(more - less)), ", ".join(sorted(less - more))
+        self.instead = f"save {self.added or 'nothing'}"
+        if dropped:
+            self.instead += f" and not {dropped}"
+        elif less:
+            self.instead += " as well"
 
 
 def _rate(seconds: Quantity, kept: Quantity) -> tuple[Quantity, Unit] | str:
@@ -188,8 +229,8 @@ def _layers(count: float) -> str:
 
 def _describe(group: LayerGroup) -> str:
     if not group.labels:
-        return "recompute all"
-    return f"save {', '.join(sorted(group.labels))}"
+        return "recomputes all"
+    return f"saves {', '.join(sorted(group.labels))}"
 
 
 # --- the whole trade-off --------------------------------------------------------------------------

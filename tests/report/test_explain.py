@@ -27,7 +27,7 @@ from scripted import (
 from sac_search.api import SearchOptions, run_search
 from sac_search.artifacts import load_result
 from sac_search.compiling import CompileOptions
-from sac_search.policy import COMPILE_ALONE, Policy, Tier, checkpoint_layers
+from sac_search.policy import COMPILE_ALONE, LayerChoice, Policy, Tier, checkpoint_layers
 from sac_search.records import Evidence, Outcome, Phase
 from sac_search.report import facts
 from sac_search.report.explain import explain
@@ -264,8 +264,8 @@ def test_every_figure_says_what_stands_behind_it(name: str) -> None:
 
 def test_a_winner_is_held_against_the_ends_and_the_bound() -> None:
     assert sentences(explain(RESULTS["winner"]), STANDING) == [
-        "The fastest policy under 6.000 GiB is trial 7 (2 layers: save matmul): 220.0 ms per step, "
-        "peak 5.000 GiB, so 1.000 GiB of the budget is not used (measured).",
+        "The fastest policy under 6.000 GiB is trial 7 (2 layers: save matmul): 220.0 ms ±0.0% per "
+        "step, peak 5.000 GiB, so 1.000 GiB of the budget is not used (measured).",
         "Against no checkpointing (200.0 ms, 8.000 GiB) its step time is +10.0% and its peak "
         "-37.5% (measured).",
         "Against full checkpointing (260.0 ms, 4.000 GiB) its step time is -15.4% and its peak "
@@ -357,20 +357,43 @@ def test_what_is_saved_is_priced_over_all_its_layers() -> None:
 
 
 def test_the_best_buys_come_first_and_those_for_nothing_before_them() -> None:
-    first, second = said(RESULTS["prices"], SAVING, "Next could be")
-    assert "activation" in first and "keeps 0.0 MiB: for no memory at all" in first
-    assert "attention" in second and "0.400 ms per MiB" in second
+    first, second = said(RESULTS["prices"], SAVING, "Next, a layer")
+    assert "activation as well" in first and "0.0 MiB more: for no memory at all" in first
+    assert "attention as well" in second and "0.400 ms per MiB" in second
 
 
 def test_the_first_save_of_a_layer_brings_the_policy_function_with_it() -> None:
-    [line] = said(RESULTS["plain winner"], SAVING, "Next could be attention")
-    assert "in layers of Block that recompute all: one more layer spares 7.0 ms" in line
+    [line] = said(RESULTS["plain winner"], SAVING, "could save attention")
+    assert line.startswith("Next, a layer of Block that recomputes all could save attention, which")
+    assert "spares 7.0 ms" in line
+
+
+def test_a_layer_may_do_as_others_do() -> None:
+    mixed = dataclasses.replace(
+        SAVING_TRIAL,
+        policy=Policy(
+            tiers=(Tier(), *SAVING_TRIAL.policy.tiers),
+            layers=(LayerChoice(name="h.0"), LayerChoice(name="h.1", tier=1)),
+        ),
+    )
+    result = make_result(best=mixed, insights=INSIGHTS)
+    [line] = said(result, SAVING, "recomputes all could save matmul")
+    assert "spares 19.0 ms and keeps 100.0 MiB more" in line
+    check_traced(result)
+
+
+def test_what_the_prices_say_of_the_whole_is_held_against_what_was_measured() -> None:
+    # Two layers of 20 ms each, less 1 ms each for the policy; full takes 260 ms, the winner 220.
+    assert said(RESULTS["prices"], SAVING, "Against recomputing") == [
+        "Against recomputing all of every layer the winner spares 38.0 ms (believed) of a step by "
+        "the prices that follow, and was 40.0 ms (measured) faster."
+    ]
 
 
 def test_what_leaving_a_layer_alone_buys() -> None:
     [line] = said(RESULTS["prices"], SAVING, "Leaving alone")
     # 35 ms less 20 ms for what is saved, and 1 ms for the policy; 300 MiB less 10 and 100.
-    assert "would spare 16.0 ms and keep 190.0 MiB more" in line
+    assert "would spare 16.0 ms and keep 190.0 MiB more: 0.084 ms per MiB" in line
     assert line.endswith("a longer search may take it.")
 
 
@@ -378,9 +401,7 @@ def test_what_does_not_fit_what_is_left_is_not_recommended() -> None:
     tight = dataclasses.replace(RESULTS["prices"], budget_bytes=5 * GIB + 30 * MIB)
     [alone] = said(tight, SAVING, "Leaving alone")
     assert alone.endswith("(believed).")
-    assert said(tight, SAVING, "Next could be attention")[0].endswith(
-        "a longer search may take it."
-    )
+    assert said(tight, SAVING, "attention as well")[0].endswith("a longer search may take it.")
 
 
 def test_a_layer_that_is_left_alone_is_priced_the_other_way() -> None:
@@ -431,7 +452,7 @@ def test_an_optimizer_that_holds_the_peak() -> None:
         "(measured)."
     )
     [state] = said(RESULTS["optimizer"], LIMITS, "8-bit")
-    assert state.startswith("The optimizer's step needs 3.000 GiB beside the parameters and")
+    assert state.startswith("While the optimizer steps 3.000 GiB are alive beside the parameters")
 
 
 def test_a_loss_that_holds_the_peak_and_the_floor() -> None:
@@ -472,7 +493,7 @@ def test_the_fullest_rank_decides() -> None:
 
 def test_layers_that_keep_next_to_nothing() -> None:
     [line] = said(RESULTS["plain winner"], LIMITS, "hardly anything is left")
-    assert line.startswith("The layers keep 20.0 MiB, 0% of the peak's size")
+    assert line.startswith("The layers keep 20.0 MiB, 0.5% of the peak's size")
 
 
 def test_retries_of_the_allocator() -> None:
