@@ -7,7 +7,7 @@ import dataclasses
 import inspect
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,10 @@ class _Silence:
     def on_phase(self, name: str, total: int | None = None) -> None: ...
 
     def on_note(self, text: str) -> None: ...
+
+    def on_known(
+        self, candidates: Sequence[Candidate], trials_done: int, budget_bytes: int
+    ) -> None: ...
 
     def on_candidate(self, candidate: Candidate, trials_done: int, budget_bytes: int) -> None: ...
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated
@@ -25,6 +26,22 @@ BatchSize = Annotated[
 ]
 Root = Annotated[Path, Parameter(help="The folder that holds the studies.")]
 Json = Annotated[bool, Parameter(name="--json", negative="", help="Print JSON, for programs.")]
+
+
+class OutputFormat(enum.StrEnum):
+    """How a command prints what it found."""
+
+    TEXT = "text"
+    """For a terminal."""
+    MD = "md"
+    """Markdown."""
+    JSON = "json"
+    """For programs: bytes, seconds and fractions, each with where it comes from."""
+    CSV = "csv"
+    """A table, a row per figure."""
+
+
+Format = Annotated[OutputFormat, Parameter(name="--format", help="text, md, json or csv.")]
 Threads = Annotated[
     int | None, Parameter(help="CPU threads of torch; by default one when processor time counts.")
 ]

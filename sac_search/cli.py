@@ -27,17 +27,21 @@ from sac_search.arguments import (
     BatchSize,
     ClockOption,
     Device,
+    Format,
     Json,
     Layers,
+    OutputFormat,
     ReadyOptions,
     Root,
     Threads,
 )
 from sac_search.errors import SacSearchError, StudyError, UsageError, WorkloadError
-from sac_search.export import require_writable, write_whole
+from sac_search.export import read_meta, require_writable, write_whole
 from sac_search.frontier import find_frontier
 from sac_search.options import Compile, SearchOptions
-from sac_search.report import rows, terminal
+from sac_search.report import comparison, facts, rows, terminal
+from sac_search.report.explain import explain as explain_result
+from sac_search.report.progress import SearchProgress
 from sac_search.space import Granularity, LayerChoiceMode
 from sac_search.study.result import SearchResult, to_document
 from sac_search.study.sampler import SamplerName
@@ -137,6 +141,9 @@ def search(
         bool, Parameter(negative="", help="Begin anew under a new name; nothing is deleted.")
     ] = False,
     json_output: Json = False,
+    no_progress: Annotated[
+        bool, Parameter(negative="", help="Plain lines, as where there is no terminal.")
+    ] = False,
     quiet: Annotated[bool, Parameter(name=["--quiet", "-q"], negative="")] = False,
     verbose: Annotated[bool, Parameter(name=["--verbose", "-v"], negative="")] = False,
 ) -> int:
@@ -173,8 +180,11 @@ def search(
         compile_mode=compile_mode,
         compile_dynamic=compile_dynamic,
     )
-    progress = terminal.SearchProgress(
-        Console(stderr=json_output), quiet=quiet or json_output, verbose=verbose
+    progress = SearchProgress(
+        Console(stderr=json_output),
+        quiet=quiet or json_output,
+        verbose=verbose,
+        live=not no_progress,
     )
     if forecast is None and _device_for(workload, device) != device:
         progress.note_at_start(
@@ -228,6 +238,44 @@ def report(
     path = output or folder / artifacts.REPORT_FILE
     artifacts.write_report(artifacts.load_result(folder), open_study(folder), path)
     print_text(f"{path}: open it in a browser; it needs no network.")
+    return 0
+
+
+@app.command
+def explain(
+    study: Annotated[str, Parameter(help="Name of a study, or its folder.")],
+    /,
+    *,
+    root: Root = Path("studies"),
+    output_format: Format = OutputFormat.TEXT,
+) -> int:
+    """Say in plain words what holds a study's peak, what memory buys, and what limits it."""
+    found = explain_result(artifacts.load_result(_find_study(study, root)))
+    print_text(facts.render(found, output_format, width=_output().width))
+    return 0
+
+
+@app.command
+def compare(
+    one: Annotated[str, Parameter(help="A study, its folder, or an exported policy module.")],
+    other: Annotated[str, Parameter(help="Another one.")],
+    /,
+    *,
+    root: Root = Path("studies"),
+    output_format: Format = OutputFormat.TEXT,
+) -> int:
+    """Show two studies or policies side by side: environments, figures, and what layers do."""
+    found = comparison.compare(_side(one, root), _side(other, root))
+    if output_format is not OutputFormat.TEXT:
+        print_text(comparison.render(found, output_format))
+        return 0
+    console = _output()
+    for note in found.notes:
+        console.print(note, markup=False, highlight=False)
+        console.print()
+    for title, table_rows in found.tables:
+        console.print(terminal.comparison_table(title, (found.one, found.other), table_rows))
+        console.print()
     return 0
 
 
@@ -500,6 +548,12 @@ def _find_study(study: str, root: Path) -> Path:
         known = ", ".join(folder.name for folder in list_studies(root)) or "none"
         raise UsageError(f"there is no study {study!r} in {root}; there are: {known}")
     return folder
+
+
+def _side(name: str, root: Path) -> comparison.Side:
+    if os.path.isfile(name):
+        return comparison.side_of_module(name, read_meta(Path(name)))
+    return comparison.side_of(artifacts.load_result(_find_study(name, root)))
 
 
 def _print_result(result: SearchResult, *, quiet: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Protocol
@@ -33,6 +34,11 @@ class Listener(Protocol):
 
     def on_note(self, text: str) -> None:
         """Something that the user should read."""
+
+    def on_known(
+        self, candidates: Sequence[Candidate], trials_done: int, budget_bytes: int
+    ) -> None:
+        """A study is continued that holds these policies already."""
 
     def on_candidate(self, candidate: Candidate, trials_done: int, budget_bytes: int) -> None:
         """A policy was measured."""

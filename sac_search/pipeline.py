@@ -124,6 +124,7 @@ def run_forecast(
         )
         if options.report:
             _draw(store, measurer, winner, listener)
+        listener.on_phase("export")
         result = make_result(store, winner, "forecast", False, description.notes)
         write_files(result, store.folder)
         if options.report:
@@ -228,6 +229,10 @@ class _Stages:
     def _searched(self, search: Search) -> str:
         """Measures baselines and trials. Returns why there are no more."""
         with _turn(self.folder, self.listener):
+            known = search.store.candidates()
+            if known:
+                trials_done = len(search.trial_candidates())
+                self.listener.on_known(known, trials_done, search.store.budget_bytes)
             self.listener.on_phase("baselines", total=self.options.trials)
             first = search.measure_first()
             none = first.get(NONE)
@@ -238,9 +243,12 @@ class _Stages:
             floor_bytes = floor_of(first.get(FULL), search.store.layers)
             if is_eager and floor_bytes is not None and floor_bytes > search.store.budget_bytes:
                 return "the budget is under the floor"
-            self.listener.on_phase("search")
+            self.listener.on_phase("plan")
+            search.measure_plans()
+            self.listener.on_phase("baselines")
             search.measure_baselines(until=_refuse_failures_alike)
             self._refuse_to_compile(search)
+        self.listener.on_phase("search")
         return search.run_trials()
 
     def _refuse_to_compile(self, search: Search) -> None:
@@ -262,6 +270,7 @@ class _Stages:
             store.write("stop_reason", reason)
             if self.options.report and not interrupted:
                 _draw(store, self.measurer, winner, self.listener)
+            self.listener.on_phase("export")
             result = make_result(store, winner, reason, interrupted, self.description.notes)
             write_files(result, store.folder)
             store.write("is_finished", not interrupted)

@@ -181,13 +181,17 @@ class Environment:
             del names["world_size"], names["parallelism"]
         return [(label, self._format(name)) for name, label in names.items()]
 
-    def differences(self, other: Environment) -> list[str]:
-        """Returns a line per value in which `other` differs: `torch: 2.13.0 -> 2.14.1`."""
+    def differing(self, other: Environment) -> list[tuple[str, str, str]]:
+        """Returns each value in which `other` differs: its name, what it is here, and there."""
         return [
-            f"{f.metadata['label']}: {self._format(f.name)} -> {other._format(f.name)}"
+            (f.metadata["label"], self._format(f.name), other._format(f.name))
             for f in fields(self)
             if getattr(self, f.name) != getattr(other, f.name)
         ]
+
+    def differences(self, other: Environment) -> list[str]:
+        """Returns a line per value in which `other` differs: `torch: 2.13.0 -> 2.14.1`."""
+        return [f"{label}: {ours} -> {theirs}" for label, ours, theirs in self.differing(other)]
 
     def _format(self, name: str) -> str:
         value = getattr(self, name)

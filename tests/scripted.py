@@ -500,12 +500,18 @@ class Listener:
         self.phases: list[str] = []
         self.notes: list[str] = []
         self.candidates: list[str] = []
+        self.known: list[str] = []
 
     def on_phase(self, name: str, total: int | None = None) -> None:
         self.phases.append(name)
 
     def on_note(self, text: str) -> None:
         self.notes.append(text)
+
+    def on_known(
+        self, candidates: Sequence[Candidate], trials_done: int, budget_bytes: int
+    ) -> None:
+        self.known += [candidate.name for candidate in candidates]
 
     def on_candidate(self, candidate: object, trials_done: int, budget_bytes: int) -> None:
         self.candidates.append(candidate.name)

@@ -108,7 +108,16 @@ def test_a_search_ends_with_a_policy_on_disk(tmp_path: Path) -> None:
 
     result = search(tmp_path, measurer, listener=listener)
 
-    assert listener.phases == ["load", "baselines", "search", "confirm", "verify"]
+    assert listener.phases == [
+        "load",
+        "baselines",
+        "plan",
+        "baselines",
+        "search",
+        "confirm",
+        "verify",
+        "export",
+    ]
     assert listener.notes == ["Mind the gap."]
     assert len(listener.candidates) == len(BASELINE_NAMES) + 3
     assert result.best is not None and result.best.fits(result.budget_bytes)
@@ -298,6 +307,15 @@ def test_the_overhead_is_above_the_step_without_checkpointing(tmp_path: Path) ->
     assert document(tmp_path)["best"]["overhead"] == pytest.approx(expected)
 
 
+def test_whoever_listens_is_told_what_a_continued_study_holds(tmp_path: Path) -> None:
+    first, second = Listener(), Listener()
+    search(tmp_path, ScriptedMeasurer(), listener=first)
+    search(tmp_path, ScriptedMeasurer(), listener=second)
+
+    assert first.known == [] and second.candidates == []
+    assert sorted(second.known) == sorted(first.candidates)
+
+
 # --- budgets that bind not or cannot be met -------------------------------------------------------
 
 
@@ -314,7 +332,7 @@ def test_a_budget_over_the_step_without_checkpointing_takes_two_measurements(
     assert len(measurer.order) == 2
     assert measurer.compared == []
     assert measurer.verified == [Policy().key]
-    assert listener.phases == ["load", "baselines", "verify"]
+    assert listener.phases == ["load", "baselines", "verify", "export"]
     assert document(tmp_path)["best"]["checkpointed_layers"] == 0
     assert (tmp_path / "gpt" / "policy.py").is_file()
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from sac_search import units
 from sac_search.frontier import Frontier, FrontierPoint
-from sac_search.records import Evidence, Outcome, Verification
+from sac_search.records import Evidence, Measurement, Outcome, Verification
 from sac_search.space import Granularity, label_of, saved_name, unsavable_ops
 from sac_search.study.baselines import COMPILE, COMPILE_FULL, FULL, NONE
 from sac_search.study.candidate import Candidate
@@ -331,17 +331,22 @@ def _memory_lines(result: SearchResult) -> list[str]:
             f"The allocator freed its cache and tried again {measurement.alloc_retries} times in "
             "the winner's step: the device is full. A smaller budget may be faster."
         )
-    reserved_bytes, allocated_bytes = measurement.reserved_bytes, measurement.allocated_bytes
-    if reserved_bytes is not None and reserved_bytes - allocated_bytes > max(
-        _FRAGMENTED_FRACTION * allocated_bytes, _FRAGMENTED_BYTES
-    ):
+    if measurement.reserved_bytes is not None and is_fragmented(measurement):
         lines.append(
-            f"The allocator holds {units.format_gib(reserved_bytes)} for "
-            f"{units.format_gib(allocated_bytes)} of tensors: memory is fragmented. "
+            f"The allocator holds {units.format_gib(measurement.reserved_bytes)} for "
+            f"{units.format_gib(measurement.allocated_bytes)} of tensors: memory is fragmented. "
             "PYTORCH_ALLOC_CONF=expandable_segments:True may lower the peak; it is another "
             "environment, so search anew with it."
         )
     return lines
+
+
+def is_fragmented(measurement: Measurement) -> bool:
+    """Returns whether the caching allocator holds much more than tensors take."""
+    reserved_bytes, allocated_bytes = measurement.reserved_bytes, measurement.allocated_bytes
+    return reserved_bytes is not None and reserved_bytes - allocated_bytes > max(
+        _FRAGMENTED_FRACTION * allocated_bytes, _FRAGMENTED_BYTES
+    )
 
 
 def _closing_lines_of_forecast(result: SearchResult) -> list[str]:

@@ -1,18 +1,14 @@
-"""Prints rows as tables, and progress while a search runs."""
+"""Prints rows as tables."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import TracebackType
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
 from sac_search import units
 from sac_search.report.rows import CandidateRow, FrontierRow, OpRow
-from sac_search.study.candidate import Candidate
 from sac_search.study.result import SearchResult
 
 
@@ -96,97 +92,13 @@ def study_table(results: Sequence[SearchResult]) -> Table:
     return table
 
 
-class SearchProgress:
-    """A progress bar on a terminal, plain lines elsewhere. Told by the search what happens."""
-
-    def __init__(self, console: Console, *, quiet: bool, verbose: bool) -> None:
-        self._console = console
-        self._quiet = quiet
-        self._verbose = verbose
-        self._live = console.is_terminal and not quiet
-        self._best_seconds: float | None = None
-        self._best_peak_bytes: int | None = None
-        self._note_at_start = ""
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=20),
-            TextColumn("{task.completed}/{task.total} trials"),
-            TextColumn("{task.fields[best]}"),
-            TimeElapsedColumn(),
-            console=console,
-            transient=True,
-            disable=not self._live,
-        )
-        self._task = self._progress.add_task("load", total=None, best="")
-
-    def __enter__(self) -> SearchProgress:
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._progress.stop()
-
-    def note_at_start(self, text: str) -> None:
-        """Something that the user should read, unless the arguments turn out to be wrong."""
-        self._note_at_start = text
-
-    def on_phase(self, name: str, total: int | None = None) -> None:
-        """A new stage begins; `total` is the number of trials it may take."""
-        if self._note_at_start:
-            self._print(self._note_at_start)
-            self._note_at_start = ""
-        self._progress.update(self._task, description=name)
-        if total is not None:
-            self._progress.update(self._task, total=total)
-        if self._verbose and not self._live:
-            self._print(f"{name} …")
-
-    def on_note(self, text: str) -> None:
-        """Something that the user should read."""
-        self._print(text)
-
-    def on_candidate(self, candidate: Candidate, trials_done: int, budget_bytes: int) -> None:
-        """A policy was measured."""
-        better = self._note_best(candidate, budget_bytes)
-        self._progress.update(self._task, completed=trials_done, best=self._best_text())
-        if self._verbose or better or candidate.is_baseline:
-            self._print(_candidate_line(candidate, budget_bytes, better))
-
-    def _note_best(self, candidate: Candidate, budget_bytes: int) -> bool:
-        if not candidate.fits(budget_bytes) or not candidate.policy.exportable:
-            return False
-        assert candidate.step_seconds is not None and candidate.measurement is not None
-        if self._best_seconds is not None and candidate.step_seconds >= self._best_seconds:
-            return False
-        self._best_seconds = candidate.step_seconds
-        self._best_peak_bytes = candidate.measurement.peak_bytes
-        return True
-
-    def _best_text(self) -> str:
-        if self._best_seconds is None or self._best_peak_bytes is None:
-            return "nothing fits yet"
-        peak = units.format_gib(self._best_peak_bytes)
-        return f"best {units.format_seconds(self._best_seconds)}, peak {peak}"
-
-    def _print(self, line: str) -> None:
-        if not self._quiet:
-            self._console.print(line, markup=False, emoji=False, highlight=False, soft_wrap=True)
-
-
-def _candidate_line(candidate: Candidate, budget_bytes: int, better: bool) -> str:
-    name = f"{candidate.name:<38}"
-    if candidate.measurement is None or candidate.step_seconds is None:
-        assert candidate.failure is not None
-        return f"  {name} {candidate.failure.kind}: {candidate.failure.advice}"
-    step = units.format_seconds(candidate.step_seconds)
-    peak = units.format_gib(candidate.measurement.peak_bytes)
-    verdict = "fits" if candidate.fits(budget_bytes) else "over"
-    line = f"  {name} {step:>10}  {peak:>11}  {verdict}"
-    if candidate.measurement.compile_seconds is not None:
-        line += f"  (compiled in {units.format_duration(candidate.measurement.compile_seconds)})"
-    return line + ("  * best so far" if better and not candidate.is_baseline else "")
+def comparison_table(
+    title: str, names: tuple[str, str], rows: Sequence[tuple[str, str, str, str]]
+) -> Table:
+    """Returns one of the tables of two studies side by side."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in (title, *names, "difference"):
+        table.add_column(Text(name), overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    return table
