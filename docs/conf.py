@@ -29,6 +29,8 @@ myst_heading_anchors = 3
 html_theme = "furo"
 html_title = "sac-search"
 html_show_sourcelink = False
+html_show_copyright = False
+smartquotes = False
 
 default_role = "code"
 autodoc_typehints = "description"

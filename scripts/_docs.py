@@ -16,7 +16,8 @@ import cyclopts
 
 from sac_search import cli
 from sac_search.export import render_module
-from sac_search.policy import Policy
+from sac_search.policy import Tier, checkpoint_layers
+from sac_search.workload import BUILTIN_SPEC
 
 ROOT = Path(__file__).resolve().parent.parent
 CLI_PAGE = ROOT / "docs" / "cli.md"
@@ -80,6 +81,8 @@ def _row(argument: Any) -> str:
         shown = "required"
     elif default is None or default is False:
         shown = ""
+    elif default == BUILTIN_SPEC:
+        shown = "a built-in GPT"
     else:
         shown = f"`{default}`"
     meaning = (argument.parameter.help or _OBVIOUS.get(argument.names[0], "")).replace("|", "\\|")
@@ -111,7 +114,7 @@ def _value(argument: Any) -> str:
 def policy_module_text() -> str:
     """Returns the text of an exported module, whose functions the reference describes."""
     return render_module(
-        Policy(),
+        checkpoint_layers(["layers.0"], Tier(classes=("matmul",), ops=("aten.mm.default",))),
         meta={"study_name": "example", "environment": {"torch_version": _torch_version()}},
         headline=["What sac-search exports."],
     )

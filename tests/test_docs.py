@@ -17,6 +17,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import io
+import itertools
 import re
 import runpy
 import shlex
@@ -210,6 +211,25 @@ def test_block_runs(block: Block, ran: Ran) -> None:
     )
 
 
+# What an output has of its own: which trial won, and how near to the bound.
+_VARIES = re.compile("trial|plan at|layer subset|best|planner's bound|ms per step")
+PRINTS = [(before, b) for before, b in itertools.pairwise(BLOCKS) if b.note == "prints"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("source", "shown"), PRINTS, ids=lambda block: block.place)
+def test_output_is_what_is_printed(source: Block, shown: Block, ran: Ran) -> None:
+    printed = {plain(line) for line in ran.printed[source.place].splitlines()}
+    wanted = {plain(li) for li in shown.text.splitlines() if li and not _VARIES.search(li)}
+    assert wanted
+    assert wanted - printed == set()
+
+
+def plain(line: str) -> str:
+    """Returns a line without its figures, and without the blanks of a table."""
+    return " ".join(re.sub(r"[+-]?\d+(\.\d+)?", "#", line).split())
+
+
 def test_what_is_not_run() -> None:
     left_out = {(b.page, b.note.removeprefix("not run: ")) for b in BLOCKS if "not run" in b.note}
     assert left_out == NOT_RUN
@@ -252,9 +272,7 @@ _PARTS = {
     "timm.list_models() names them all",
     "… on fake tensors",
 }
-_FUNCTIONS_THAT_SAY = re.compile(
-    r"_message$|_warn$|^_unwritable$|^_raised$|^step_error$|^_failing$"
-)
+_FUNCTIONS_THAT_SAY = re.compile(r"_message$|_unwritable$|_raised$|step_error$|_failing$")
 
 
 def template_of(node: ast.AST) -> str:
