@@ -235,6 +235,37 @@ def test_what_is_not_run() -> None:
     assert left_out == NOT_RUN
 
 
+# --- commands and options in the text ------------------------------------------------------------
+
+PROSE = {page: _FENCE.sub("", (DOCS / page).read_text()) for page in pages()}
+MENTIONED = {code for text in PROSE.values() for code in re.findall("`([^`\n]+)`", text)}
+COMMANDS = sorted(
+    {code for code in MENTIONED if code.startswith("sac-search ")}
+    | {line for b in BLOCKS if not b.is_run for line in re.findall("^sac-search .*", b.text, re.M)}
+)
+OPTIONS = sorted({code.split()[0] for code in MENTIONED if code.startswith("--")})
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_mentioned_command_is_one(command: str) -> None:
+    words = shlex.split(command.replace("[OPTIONS]", "").replace("[WORKLOAD]", ""))[1:]
+    if len(words) == 1:  # a command's name, or an option that stands for itself
+        assert words[0] in set(cli.app)
+        return
+    words = ["1" if word == "NUMBER" else word for word in words]
+    function, *_ = cli.app.parse_args(words, exit_on_error=False, print_error=False)
+    assert function is not None
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_mentioned_option_is_one(option: str) -> None:
+    commands = [cli.app, *(cli.app[name] for name in cli.app if not name.startswith("-"))]
+    known = {
+        name for app in commands for a in app.assemble_argument_collection() for name in a.names
+    }
+    assert option in known | {"--version"}
+
+
 # --- messages -------------------------------------------------------------------------------------
 
 TROUBLESHOOTING = (DOCS / "troubleshooting.md").read_text()
@@ -266,7 +297,6 @@ _PARTS = {
     "a training step without checkpointing",
     "did you mean …?",
     "name the layers with --layers 'model.layers.*' or Workload(layers=...)",
-    "sac-search policy …: ….",
     "the loss is …",
     "the model has …",
     "timm.list_models() names them all",
