@@ -66,6 +66,13 @@ class Failure:
     advice: str
     """One sentence: what it means and what to do."""
 
+    @property
+    def line(self) -> str:
+        """What to say of it in a line: the advice, and of an error without any its own words."""
+        if self.kind is not FailureKind.USER_ERROR:
+            return self.advice
+        return self.message.partition("\n")[0]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:

@@ -242,3 +242,10 @@ def test_every_kind_has_its_advice(kind: FailureKind) -> None:
         failure.advice
         != make_failure(next(other for other in FailureKind if other is not kind), "words").advice
     )
+
+
+def test_an_error_without_advice_speaks_for_itself() -> None:
+    raised = make_failure(FailureKind.USER_ERROR, "ValueError: no such token\nat line 3")
+    assert raised.line == "ValueError: no such token"
+    full = make_failure(FailureKind.OUT_OF_MEMORY, "CUDA out of memory")
+    assert full.line == full.advice

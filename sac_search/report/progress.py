@@ -140,7 +140,7 @@ def _candidate_line(
     name = f"{candidate.name:<{name_width}}"
     if candidate.measurement is None or candidate.step_seconds is None:
         assert candidate.failure is not None
-        return f"  {name} {candidate.failure.kind}: {candidate.failure.advice}"
+        return f"  {name} {candidate.failure.kind}: {candidate.failure.line}"
     step = units.format_seconds(candidate.step_seconds)
     peak = units.format_gib(candidate.measurement.peak_bytes)
     verdict = "fits" if candidate.fits(budget_bytes) else "over"

@@ -297,7 +297,7 @@ def _failure_lines(result: SearchResult) -> list[str]:
         c.failure for c in result.candidates if c.failure is not None and not c.is_ruled_out
     ]
     counts = collections.Counter(failure.kind for failure in failures)
-    advice = {failure.kind: failure.advice for failure in failures}
+    advice = {failure.kind: failure.line for failure in failures}
     return [f"Failed, {kind}: {count}. {advice[kind]}" for kind, count in counts.most_common()]
 
 
