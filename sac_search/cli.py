@@ -43,6 +43,7 @@ from sac_search.report import comparison, facts, rows, terminal
 from sac_search.report.explain import explain as explain_result
 from sac_search.report.progress import SearchProgress
 from sac_search.space import Granularity, LayerChoiceMode
+from sac_search.study.dashboard import HOST, attach_files, serve
 from sac_search.study.result import SearchResult, to_document
 from sac_search.study.sampler import SamplerName
 from sac_search.study.store import list_studies, newest_folder, open_study
@@ -409,6 +410,25 @@ def frontier(
     console.print(table)
     evidence = "measured side by side" if measure else "forecast; add --measure to measure them"
     print_text(f"The policies are {evidence}. File: {path}")
+    return 0
+
+
+@app.command
+def dashboard(
+    study: Annotated[str, Parameter(help="Name of a study, or its folder.")],
+    /,
+    *,
+    port: Annotated[int, Parameter(help="Of 127.0.0.1, where it listens.")] = 8080,
+    root: Root = Path("studies"),
+) -> int:
+    """Open a study in optuna-dashboard, its policy and its report attached; Ctrl-C ends it."""
+    folder = _find_study(study, root)
+    store = open_study(folder)
+    attach_files(store, [folder / artifacts.POLICY_FILE, folder / artifacts.REPORT_FILE])
+    print_text(f"http://{HOST}:{port}/dashboard shows study {store.name!r}; Ctrl-C ends it.")
+    sys.stdout.flush()
+    with contextlib.suppress(KeyboardInterrupt):
+        serve(store, port)
     return 0
 
 

@@ -23,6 +23,7 @@ from sac_search.space import Assignment, Choices, RunMode, SearchSpace
 from sac_search.study.advisor import Advisor
 from sac_search.study.baselines import FULL, NONE, RECOMPUTE_ALL, Baseline, baselines
 from sac_search.study.candidate import Candidate, drift_free_seconds, rank
+from sac_search.study.dashboard import readable_policy
 from sac_search.study.finish import describe_rejected, known_as_wrong, verified
 from sac_search.study.measurer import Measurer, dry_runs, profile_of
 from sac_search.study.neighbours import neighbour
@@ -474,7 +475,8 @@ class Search:
         with self.claiming():
             trial.set_user_attr("policy", records.to_builtins(policy))
             is_taken = not is_given and policy.key in self.store.claims(but=trial.number)
-        trial.set_user_attr("policy_text", policy.describe())
+        for name, value in readable_policy(policy).items():
+            trial.set_user_attr(name, value)
         self._learn_from_others()
         if is_taken and policy.key not in self._known:
             self._repeats += 1

@@ -270,6 +270,11 @@ class StudyStore:
         return self._optional("timelines", tuple[PolicyTimeline, ...]) or ()
 
     @property
+    def artifacts(self) -> dict[str, str]:
+        """The files that are attached to the study for the dashboard, each with Optuna's id."""
+        return self._optional("artifact_ids", dict[str, str]) or {}
+
+    @property
     def stop_reason(self) -> str | None:
         """Why the last search stopped; None before the end of any."""
         return self._optional("stop_reason", str)
@@ -435,7 +440,7 @@ def create_study(
     make_folder(folder)
     with errors_named(path):
         study = optuna.create_study(
-            storage=_storage(path),
+            storage=storage_at(path),
             study_name=folder.name,
             direction="minimize",
             load_if_exists=True,  # one that was killed before it had begun
@@ -465,7 +470,7 @@ def open_study(folder: Path) -> StudyStore:
     if not os.path.isfile(path):
         raise StudyNotFound(f"there is no study in {folder} (no {DATABASE_NAME})")
     with _reading(path):
-        storage = _storage(path)
+        storage = storage_at(path)
         found = optuna.get_all_study_summaries(storage)
         begun = [study for study in found if "schema_version" in study.user_attrs]
         foreign = [study.study_name for study in found if study.n_trials and study not in begun]
@@ -597,7 +602,12 @@ def _number(folder: Path, name: str) -> int:
     return int(match[1]) if match and int(match[1]) > 1 else 0
 
 
-def _storage(path: Path) -> optuna.storages.RDBStorage:
+def storage_at(path: Path) -> optuna.storages.RDBStorage:
+    """Returns Optuna's storage in a file.
+
+    Raises:
+        StudyFileError: the file is of another release of Optuna.
+    """
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     try:
         with warnings.catch_warnings():

@@ -11,6 +11,7 @@ from sac_search import records, units
 from sac_search.errors import StudyError
 from sac_search.space import Decision
 from sac_search.study.candidate import Candidate, drift_free_seconds
+from sac_search.study.dashboard import readable_policy
 from sac_search.study.store import (
     StudyStore,
     list_studies,
@@ -111,7 +112,7 @@ def _add_trial(
     excess_gib = (measurement.peak_bytes - store.budget_bytes) / units.GIB
     attributes = {
         "policy": records.to_builtins(candidate.policy),
-        "policy_text": candidate.policy.describe(),
+        **readable_policy(candidate.policy),
         "outcome": records.to_builtins(candidate.outcome),
         "outcome_text": "fits" if excess_gib <= 0 else "over the budget",
         "peak_gib": round(measurement.peak_bytes / units.GIB, 4),

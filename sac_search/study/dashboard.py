@@ -1,0 +1,82 @@
+"""optuna-dashboard on a study, with the study's policy and report attached to it."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable
+from pathlib import Path
+
+import optuna
+
+from sac_search.errors import UsageError
+from sac_search.policy import Policy
+from sac_search.study.store import StudyStore, storage_at, storage_errors_named
+
+HOST = "127.0.0.1"
+"""Whoever reaches the dashboard may change the study, so it listens to this machine alone."""
+
+_FOLDER = "artifacts"
+_INSTALL = "pip install 'sac-search[dashboard]'"
+
+
+def readable_policy(policy: Policy) -> dict[str, object]:
+    """Returns what a trial's attributes say of its policy, for people."""
+    saved = dict.fromkeys(
+        str(label) for choice in policy.layers for label in policy.tiers[choice.tier].classes
+    )
+    return {
+        "policy_text": policy.describe(),
+        "checkpointed_layers": len(policy.layers),
+        "saved": ", ".join(saved) or "nothing",
+    }
+
+
+def attach_files(store: StudyStore, paths: Iterable[Path]) -> None:
+    """Attaches those of `paths` that exist to the study, as artifacts of Optuna.
+
+    A file that was attached before is replaced.
+    """
+    folder = store.folder / _FOLDER
+    folder.mkdir(exist_ok=True)
+    artifacts = optuna.artifacts.FileSystemArtifactStore(folder)
+    attached = dict(store.artifacts)
+    with storage_errors_named(store.path):
+        for path in filter(Path.is_file, paths):
+            known = attached.get(path.name)
+            if known is not None and _is_there(artifacts, known):
+                with path.open("rb") as content:
+                    artifacts.write(known, content)
+                continue
+            attached[path.name] = optuna.artifacts.upload_artifact(
+                artifact_store=artifacts, file_path=str(path), study_or_trial=store.study
+            )
+    store.write("artifact_ids", attached)
+
+
+def serve(store: StudyStore, port: int) -> None:
+    """Serves the dashboard of the study until it is interrupted.
+
+    Raises:
+        UsageError: optuna-dashboard is not installed, or the port is taken.
+    """
+    try:
+        from optuna_dashboard import run_server
+    except ModuleNotFoundError:
+        raise UsageError(f"the dashboard needs optuna-dashboard: {_INSTALL}") from None
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except (OSError, OverflowError) as error:
+            raise UsageError(f"port {port} cannot be used ({error}); name another --port") from None
+    artifacts = optuna.artifacts.FileSystemArtifactStore(store.folder / _FOLDER)
+    run_server(storage_at(store.path), host=HOST, port=port, artifact_store=artifacts)
+
+
+def _is_there(artifacts: optuna.artifacts.FileSystemArtifactStore, artifact_id: str) -> bool:
+    # The dashboard lets people delete what is attached.
+    try:
+        artifacts.open_reader(artifact_id).close()
+    except optuna.artifacts.exceptions.ArtifactNotFound:
+        return False
+    return True
