@@ -58,6 +58,16 @@ class Compile(enum.StrEnum):
 _COMPILED_MODES = (RunMode.COMPILE, RunMode.PREFER, RunMode.BUDGET)
 
 
+_CHOICES: dict[str, type[enum.StrEnum]] = {
+    "layer_choice": LayerChoiceMode,
+    "isolate": Isolation,
+    "granularity": Granularity,
+    "sampler": SamplerName,
+    "clock": Clock,
+    "compile": Compile,
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchOptions:
     """Everything that a search can be told, beside the workload."""
@@ -114,6 +124,8 @@ class SearchOptions:
     """Write `report.html` at the end."""
 
     def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            self._choose(name, choices)
         if not 0 < self.budget_gb <= LARGEST_BUDGET_GB:
             raise UsageError(
                 f"the budget is {self.budget_gb} GiB; it must be more than nothing and at most "
@@ -138,6 +150,18 @@ class SearchOptions:
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise UsageError(f"{name} is {value}; it must be more than 0")
+
+    def _choose(self, name: str, choices: type[enum.StrEnum]) -> None:
+        """Takes a choice by its name as well: `compile="search"`."""
+        value = getattr(self, name)
+        if value is None and name == "clock":
+            return
+        try:
+            object.__setattr__(self, name, choices(value))
+        except ValueError:
+            raise UsageError(
+                f"{name} is {value!r}; it must be one of: {', '.join(choices)}"
+            ) from None
 
     @property
     def budget_bytes(self) -> int:

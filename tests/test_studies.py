@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
+from sac_search import search
 from sac_search.device import read_peak
 from sac_search.errors import WorkloadError
 from sac_search.policy_runtime import checkpoint_layer
@@ -192,3 +193,26 @@ def test_require_lets_a_broken_module_speak(
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="no_such_module_at_all"):
         require("broken_package", extra="any")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param("llama_transformers.py", marks=marks("llama_transformers.py"))]
+)
+def test_a_study_is_searched_compiled(name: str, tmp_path: Path) -> None:
+    # Not with inductor, which takes a minute.
+    result = search(
+        str(STUDIES / name),
+        budget_gb=0.015,
+        device="cpu",
+        compile="on",
+        compile_backend="aot_eager",
+        trials=0,
+        steps=2,
+        root=tmp_path,
+        report=False,
+    )
+    assert result.best is not None and result.best.measurement is not None
+    assert result.best.policy.compiled is not None
+    assert result.best.measurement.peak_bytes <= result.budget_bytes
+    assert result.verification is not None and result.verification.passed
+    assert result.verification.reference == "compile"
