@@ -204,6 +204,7 @@ def test_every_block_is_known() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("block", RUN, ids=lambda block: block.place)
 def test_block_runs(block: Block, ran: Ran) -> None:
     assert block.place not in ran.errors, (
@@ -217,6 +218,7 @@ PRINTS = [(before, b) for before, b in itertools.pairwise(BLOCKS) if b.note == "
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("source", "shown"), PRINTS, ids=lambda block: block.place)
 def test_output_is_what_is_printed(source: Block, shown: Block, ran: Ran) -> None:
     printed = {plain(line) for line in ran.printed[source.place].splitlines()}
