@@ -212,8 +212,8 @@ def test_block_runs(block: Block, ran: Ran) -> None:
     )
 
 
-# What an output has of its own: which trial won, and how near to the bound.
-_VARIES = re.compile("trial|plan at|layer subset|best|planner's bound|ms per step")
+# What depends on which trial won.
+_VARIES = re.compile("trial|plan at|layer subset|best|Against|planner's bound|ms per step|^ {20}")
 PRINTS = [(before, b) for before, b in itertools.pairwise(BLOCKS) if b.note == "prints"]
 
 
