@@ -30,13 +30,12 @@ html_theme = "furo"
 html_title = "sac-search"
 html_show_sourcelink = False
 html_show_copyright = False
-smartquotes = False
+smartquotes_action = "D"
 
 default_role = "code"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 autodoc_member_order = "bysource"
-autodoc_preserve_defaults = True
 add_module_names = False
 
 
