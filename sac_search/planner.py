@@ -65,11 +65,10 @@ class Problem:
     loss_bytes: int
     """The loss phase's peak, less what all layers keep."""
     backward_start_bytes: int
-    """The peak at the last layer's backward, which is the first to run, less its activations and
-    what the other layers keep."""
+    """The peak when the backward pass begins, less what all layers keep."""
     backward_bytes: int
-    """The peak at any other layer's backward, less its activations, what earlier layers keep, and
-    the gradients of later layers."""
+    """The peak at a layer's backward, less its activations, what earlier layers keep, and the
+    gradients of later layers."""
     fixed_bytes: int
     """The peak of the phases that no layer changes: gradient clipping and the optimizer."""
 
@@ -185,18 +184,17 @@ def lower_bound(problem: Problem, budget_bytes: int) -> float | None:
 def peak_of(problem: Problem, options: Sequence[int]) -> int:
     """Returns the peak of a choice of options, one per layer in the order in which they run."""
     total_bytes = sum(_option(problem, i, o).saved_bytes for i, o in enumerate(options))
-    inner_rows, start_row = _backward_rows(problem, options)
     return max(
         problem.fixed_bytes,
         problem.forward_bytes + total_bytes,
         problem.loss_bytes + total_bytes,
-        problem.backward_start_bytes + start_row,
-        *(problem.backward_bytes + row for row in inner_rows),
+        problem.backward_start_bytes + total_bytes,
+        *(problem.backward_bytes + row for row in _backward_rows(problem, options)),
     )
 
 
-def _backward_rows(problem: Problem, options: Sequence[int]) -> tuple[list[int], int]:
-    """Returns what moves at each layer's backward, and of those the last layer's apart."""
+def _backward_rows(problem: Problem, options: Sequence[int]) -> list[int]:
+    """Returns what moves at each layer's backward."""
     rows = []
     earlier_bytes = 0
     later_gradients = sum(_kind(problem, i).gradient_bytes for i in range(len(options)))
@@ -205,7 +203,7 @@ def _backward_rows(problem: Problem, options: Sequence[int]) -> tuple[list[int],
         later_gradients -= kind.gradient_bytes
         rows.append(earlier_bytes + kind.activation_bytes + later_gradients)
         earlier_bytes += kind.options[option].saved_bytes
-    return rows[:-1], rows[-1]
+    return rows
 
 
 def overhead_of(problem: Problem, options: Sequence[int]) -> float:
@@ -263,8 +261,7 @@ class _Model:
         self._problem = problem
         self._tiers = tiers
         self._last_kind = problem.order[-1]
-        # The last layer has a column of its own: its backward comes first, so what it keeps is
-        # alive then anyway, and only the forward and the loss feel it.
+        # The last layer has a column of its own: its backward is the first, when nothing is later.
         self._counts = [problem.order[:-1].count(k) for k in range(len(problem.kinds))]
         self._columns = [
             _Column(k, o, is_last)
@@ -323,16 +320,18 @@ class _Model:
     # --- rows -------------------------------------------------------------------------------------
 
     def _phase_rows(self, budget_bytes: int) -> tuple[np.ndarray, np.ndarray]:
-        """Forward and loss feel all layers; the first backward feels all but the last."""
+        """Forward, loss and the begin of the backward feel all layers; the last layer's backward,
+        which is the first to run, feels all but that."""
         problem = self._problem
         not_last = np.array([0.0 if c.is_last else 1.0 for c in self._columns])
-        rows = np.vstack([self._saved, self._saved, self._saved * not_last])
+        rows = np.vstack([self._saved, self._saved, self._saved, self._saved * not_last])
         last = problem.kinds[self._last_kind]
         taken = np.array(
             [
                 problem.forward_bytes,
                 problem.loss_bytes,
-                problem.backward_start_bytes + last.activation_bytes,
+                problem.backward_start_bytes,
+                problem.backward_bytes + last.activation_bytes,
             ]
         )
         return rows, (budget_bytes - taken) / _MEBIBYTE
@@ -463,9 +462,9 @@ def with_phase_peaks(
     The arguments are a plan's peaks per phase, in bytes, from a dry run.
     """
     total_bytes = sum(_option(problem, i, o).saved_bytes for i, o in enumerate(plan.options))
-    inner_rows, start_row = _backward_rows(problem, plan.options)
-    start = problem.backward_start_bytes + start_row
-    inner = max((problem.backward_bytes + row for row in inner_rows), default=start)
+    inner_rows = _backward_rows(problem, plan.options)
+    start = problem.backward_start_bytes + total_bytes
+    inner = problem.backward_bytes + max(inner_rows)
     # One of the two rows holds the peak: the larger one. Neither may be above it.
     start = backward if start >= inner else min(start, backward)
     inner = backward if inner >= start else min(inner, backward)
@@ -473,8 +472,8 @@ def with_phase_peaks(
         problem,
         forward_bytes=forward - total_bytes,
         loss_bytes=loss - total_bytes,
-        backward_start_bytes=start - start_row,
-        backward_bytes=inner - max(inner_rows, default=0),
+        backward_start_bytes=start - total_bytes,
+        backward_bytes=inner - max(inner_rows),
         fixed_bytes=fixed,
     )
 

@@ -123,7 +123,65 @@ class PolicyPlanner:
                     if kind.plain_bytes < kind.alone_bytes
                 }
             )
+        # Rows that are right for another plan, one over the budget above all, may be far too high.
+        self._search_down(problem, sets, budget_bytes, prices, (dry_runs + 1) // 2)
         return self._best(budget_bytes, prices)
+
+    def _search_down(
+        self,
+        problem: Problem,
+        sets: list[list[frozenset[str] | None]],
+        budget_bytes: int,
+        prices: Prices,
+        dry_runs: int,
+    ) -> None:
+        """Dry-runs plans for less than the budget, by rows that are right for the best that fits.
+
+        Halfway down to what that needs, as often as such a plan is over the budget.
+        """
+        best = self._best(budget_bytes, prices)
+        limit = budget_bytes
+        while dry_runs > 0 and best is not None and limit > best.peak_bytes:
+            dry_runs -= 1
+            anchored = self._anchored(problem, best, sets)
+            if anchored is None:
+                return
+            problem = self._taught[budget_bytes] = anchored
+            plan = self._solver(problem, limit, tiers=self._space.tiers)
+            if plan is None or plan.overhead_seconds > best.overhead_seconds - _SMALLEST_GAIN:
+                return
+            dry = self._checked(self._choices_of(plan.options, sets))
+            if dry is not None and dry.peak_bytes <= budget_bytes:
+                best, limit = self._best(budget_bytes, prices), budget_bytes
+            else:
+                limit = (best.peak_bytes + min(limit, plan.peak_bytes)) // 2
+
+    def _anchored(
+        self,
+        problem: Problem,
+        best: PlannedPolicy,
+        sets: Sequence[Sequence[frozenset[str] | None]],
+    ) -> Problem | None:
+        """Returns the problem with rows that are not too high for `best`.
+
+        None where prices have changed since, and leave what it does out of the useful options.
+        """
+        options = []
+        for name, kind in zip(self._profile.layers, self._profile.order, strict=True):
+            wanted = best.choices.get(name)
+            if wanted not in sets[kind]:
+                return None
+            options.append(sets[kind].index(wanted))
+        plan = Plan(options=tuple(options), overhead_seconds=0.0, peak_bytes=best.peak_bytes)
+        first = replace(self._rows, kinds=problem.kinds)
+        found = _corrected(first, plan, self._dry[best.policy.key].peaks)
+        # What a layer needs beyond what it keeps is its own: too little shows in a dry run, too
+        # much hides what is never dry-run.
+        return replace(
+            found,
+            forward_bytes=min(first.forward_bytes, found.forward_bytes),
+            loss_bytes=min(first.loss_bytes, found.loss_bytes),
+        )
 
     def layer_subset(self, budget_bytes: int) -> Choices | None:
         """Returns the fewest layers, earliest first, that have to be checkpointed under the budget.
@@ -165,10 +223,16 @@ class PolicyPlanner:
     def bound(self, budget_bytes: int, prices: Prices) -> float | None:
         """Returns overhead seconds that no policy of this form can go under, by the prices.
 
-        For a little more than the budget, since the rows may say a little too much.
+        For a little more than the budget, since the rows may say a little too much; and by two sets
+        of them: those of the last plan, and those that are right for the best that fits.
         """
-        problem = replace(self._rows_near(budget_bytes), kinds=self._kinds(prices)[1])
-        return lower_bound(problem, round(budget_bytes * (1 + _OPTIMISM)))
+        sets, kinds = self._kinds(prices)
+        problem = replace(self._rows_near(budget_bytes), kinds=kinds)
+        best = self._best(budget_bytes, prices)
+        problems = [problem, *([self._anchored(problem, best, sets)] if best is not None else [])]
+        limit = round(budget_bytes * (1 + _OPTIMISM))
+        bounds = [lower_bound(rows, limit) for rows in problems if rows is not None]
+        return min((bound for bound in bounds if bound is not None), default=None)
 
     def _rows_near(self, budget_bytes: int) -> Problem:
         if not self._taught:
