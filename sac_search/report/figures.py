@@ -16,6 +16,7 @@ from sac_search.report.points import (
     Ending,
     Group,
     PolicyPoint,
+    budget_is_near,
     frontier_spots,
     peak_name,
     phase_spans,
@@ -85,7 +86,8 @@ def trade_off(result: SearchResult) -> Figure:
             {
                 "type": "scatter",
                 "mode": "lines+markers",
-                "name": "planner's frontier",
+                # Beliefs are of eager steps; where some are compiled, that has to be said.
+                "name": "planner's frontier" + (", eager" if result.compile_options else ""),
                 "x": [spot.peak_bytes / units.GIB for spot in spots],
                 "y": [spot.step_seconds * scale for spot in spots],
                 "hovertext": [_hover(spot.lines) for spot in spots],
@@ -98,8 +100,10 @@ def trade_off(result: SearchResult) -> Figure:
         alike = [point for point in points if point.group is group]
         if alike:
             traces.append(_policies(alike, group, marker, scale))
-    shapes = [_line(x=result.budget_bytes / units.GIB, color="--budget")]
-    notes = [_note("budget", x=result.budget_bytes / units.GIB, color="--budget")]
+    shapes, notes = [], []
+    if budget_is_near(result):
+        shapes.append(_line(x=result.budget_bytes / units.GIB, color="--budget"))
+        notes.append(_note("budget", x=result.budget_bytes / units.GIB, color="--budget"))
     bound_seconds = result.lower_bound_seconds
     if bound_seconds is not None:
         shapes.append(_line(y=bound_seconds * scale, color="--bound"))

@@ -21,7 +21,7 @@ from sac_search.records import Evidence
 from sac_search.report import rows
 from sac_search.report.figures import KIND_COLORS, Figure, figures
 from sac_search.report.markup import bullets, named_values, plot, section, table
-from sac_search.report.points import peak_name, without_figures
+from sac_search.report.points import budget_is_near, peak_name, without_figures
 from sac_search.report.strips import LayerStrip, StripPart, Treatment, layer_strips
 from sac_search.report.summary import Card, cards
 from sac_search.study.baselines import FULL
@@ -163,9 +163,10 @@ def _trade_off(result: SearchResult, drawn: Mapping[str, Figure]) -> str:
     if "trade-off" not in drawn:
         return ""
     lacking = without_figures(result)
-    caption = (
-        "Each mark is a policy: further left needs less memory, lower is faster. What is left of "
-        "the budget's line fits."
+    caption = "Each mark is a policy: further left needs less memory, lower is faster. " + (
+        "What is left of the budget's line fits."
+        if budget_is_near(result)
+        else f"All are far under the budget of {units.format_gib(result.budget_bytes)}."
     )
     if result.insights is not None and result.none is not None:
         caption += " The dotted line is what the planner believes possible, measured or not."

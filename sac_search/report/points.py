@@ -13,6 +13,9 @@ from sac_search.study.candidate import Candidate
 from sac_search.study.result import SearchResult
 from sac_search.timeline import Timeline
 
+# A budget above all peaks by more than this would leave them a corner of the plot.
+_NEAR = 1.5
+
 
 class Group(enum.StrEnum):
     """What kind of policy a point is."""
@@ -86,6 +89,12 @@ def _lines(result: SearchResult, candidate: Candidate, peak_bytes: int) -> list[
         f"{step}, peak {units.format_gib(peak_bytes)}",
         *(["imported from " + candidate.imported_from] if candidate.imported_from else []),
     ]
+
+
+def budget_is_near(result: SearchResult) -> bool:
+    """Whether the budget can be seen beside the policies, and is not far above all of them."""
+    highest_bytes = max((point.peak_bytes for point in policy_points(result)), default=0)
+    return result.budget_bytes <= _NEAR * highest_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,7 @@ from scripted import (
 )
 
 from sac_search import units
+from sac_search.compiling import CompileOptions
 from sac_search.errors import UsageError
 from sac_search.policy import Compiled, Policy, Tier, checkpoint_layers
 from sac_search.records import Evidence, FailureKind
@@ -135,6 +136,17 @@ def test_memory_is_stacked_by_kind_and_its_peak_is_marked() -> None:
         )
     assert "backward, h.1" in trace_named(found["memory-1"], "peak")["hovertext"][0]
     assert "outside the layers" in trace_named(found["memory-0"], "peak")["hovertext"][0]
+
+
+def test_a_budget_far_above_all_peaks_is_said_and_not_drawn() -> None:
+    page = page_of(make_result(NONE_CANDIDATE, best=NONE_CANDIDATE, budget_bytes=80 * GIB))
+    assert page.figures["trade-off"]["layout"]["shapes"] == []
+    assert "All are far under the budget of 80.00 GiB." in page.visible
+
+
+def test_beliefs_are_said_to_be_of_eager_steps_where_some_are_compiled() -> None:
+    figure = page_of(full_result(compile_options=CompileOptions())).figures["trade-off"]
+    assert trace_named(figure, "planner's frontier, eager")["x"]
 
 
 def test_the_search_is_told_in_its_order() -> None:
