@@ -249,6 +249,7 @@ def _layout(*, x: str, y: str) -> dict[str, Any]:
     return {
         "xaxis": axis | {"title": {"text": x}},
         "yaxis": axis | {"title": {"text": y}},
+        "showlegend": True,
         "legend": {"orientation": "h", "x": 0, "y": 1.06, "yanchor": "bottom"},
         "margin": {"l": 8, "r": 12, "t": 30, "b": 8},
         "paper_bgcolor": "--clear",

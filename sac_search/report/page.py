@@ -172,7 +172,7 @@ def _trade_off(result: SearchResult, drawn: Mapping[str, Figure]) -> str:
         caption += " The dotted line is what the planner believes possible, measured or not."
     if lacking:
         caption += f" Not shown: {len(lacking)} without figures, listed below."
-    return section("Step time against peak", caption, plot("trade-off"))
+    return section("Step time against peak", caption, plot("trade-off", "Step time against peak"))
 
 
 def _memory(result: SearchResult) -> str:
@@ -183,9 +183,7 @@ def _memory(result: SearchResult) -> str:
         for kind, color in KIND_COLORS.items()
     )
     plots = "\n".join(
-        f"<div><h3>{escape(entry.name)}</h3>"
-        f'<p class="caption">peak {units.format_gib(entry.timeline.peak_bytes)} in '
-        f"{escape(peak_name(entry.timeline))}</p>{plot(f'memory-{number}')}</div>"
+        _memory_plot(entry, f"memory-{number}")
         for number, entry in sorted(enumerate(result.timelines), key=_comes_last)
     )
     caption = (
@@ -194,6 +192,15 @@ def _memory(result: SearchResult) -> str:
     )
     body = f'<ul class="legend">{legend}</ul>\n<div class="steps">\n{plots}\n</div>'
     return section("Memory over one step", caption, body)
+
+
+def _memory_plot(entry: PolicyTimeline, name: str) -> str:
+    peak = units.format_gib(entry.timeline.peak_bytes)
+    told = f"peak {peak} in {peak_name(entry.timeline)}"
+    return (
+        f'<div><h3>{escape(entry.name)}</h3><p class="caption">{escape(told)}</p>'
+        f"{plot(name, f'Memory over one step: {entry.name}, {told}')}</div>"
+    )
 
 
 def _comes_last(entry: tuple[int, PolicyTimeline]) -> bool:
@@ -278,7 +285,7 @@ def _trials(result: SearchResult, drawn: Mapping[str, Figure]) -> str:
     if "trials" not in drawn or result.evidence is Evidence.FORECAST:
         return ""
     caption = "Every policy in the order of the study, and the fastest so far that fits."
-    return section("How the search went", caption, plot("trials", "low"))
+    return section("How the search went", caption, plot("trials", "How the search went", "low"))
 
 
 def _importance(weights: Sequence[Importance]) -> str:
