@@ -21,7 +21,7 @@ from sac_search.records import Evidence
 from sac_search.report import rows
 from sac_search.report.figures import KIND_COLORS, Figure, figures
 from sac_search.report.markup import bullets, named_values, plot, section, table
-from sac_search.report.points import budget_is_near, peak_name, without_figures
+from sac_search.report.points import budget_is_near, peak_name, peak_parts, without_figures
 from sac_search.report.strips import LayerStrip, StripPart, Treatment, layer_strips
 from sac_search.report.summary import Card, cards
 from sac_search.study.baselines import FULL
@@ -139,6 +139,8 @@ def _opening(result: SearchResult) -> str:
     return (
         f"<h1>{escape(result.study_name)}</h1>\n"
         f'<p class="muted">{escape(where)}, torch {escape(environment.torch_version)}</p>\n'
+        "<noscript>Without JavaScript there are no plots; captions and tables have the most of "
+        "it.</noscript>\n"
         f'<div class="cards">\n{_cards(result)}\n</div>\n<section>{sentences}\n'
         f"{bullets(_closing_lines(result))}</section>"
     )
@@ -197,8 +199,11 @@ def _memory(result: SearchResult) -> str:
 def _memory_plot(entry: PolicyTimeline, name: str) -> str:
     peak = units.format_gib(entry.timeline.peak_bytes)
     told = f"peak {peak} in {peak_name(entry.timeline)}"
+    parts = ", ".join(
+        f"{kind} {units.format_gib(size)}" for kind, size in peak_parts(entry.timeline)
+    )
     return (
-        f'<div><h3>{escape(entry.name)}</h3><p class="caption">{escape(told)}</p>'
+        f'<div><h3>{escape(entry.name)}</h3><p class="caption">{escape(told)}: {escape(parts)}</p>'
         f"{plot(name, f'Memory over one step: {entry.name}, {told}')}</div>"
     )
 

@@ -11,10 +11,12 @@ from sac_search import units
 from sac_search.records import Phase
 from sac_search.study.candidate import Candidate
 from sac_search.study.result import SearchResult
-from sac_search.timeline import Timeline
+from sac_search.timeline import MemoryKind, Timeline
 
 # A budget above all peaks by more than this would leave them a corner of the plot.
 _NEAR = 1.5
+# A kind of memory with less of the peak than this is not worth a word.
+_LEAST_PART = 0.01
 
 
 class Group(enum.StrEnum):
@@ -223,6 +225,14 @@ def peak_name(timeline: Timeline) -> str:
     if phase in (Phase.FORWARD, Phase.BACKWARD):
         return f"{phase}, {layer or 'outside the layers'}"
     return str(phase)
+
+
+def peak_parts(timeline: Timeline) -> list[tuple[MemoryKind, int]]:
+    """Returns what holds the peak, most bytes first; what is next to nothing is left out."""
+    parts = {kind: sizes[timeline.peak_index] for kind, sizes in timeline.kind_bytes.items()}
+    least = _LEAST_PART * timeline.peak_bytes
+    kinds = sorted(parts, key=lambda kind: parts[kind], reverse=True)
+    return [(kind, parts[kind]) for kind in kinds if parts[kind] > least]
 
 
 def without_figures(result: SearchResult) -> Sequence[Candidate]:

@@ -138,6 +138,15 @@ def test_memory_is_stacked_by_kind_and_its_peak_is_marked() -> None:
     assert "outside the layers" in trace_named(found["memory-0"], "peak")["hovertext"][0]
 
 
+def test_what_holds_the_peak_is_said_without_a_plot() -> None:
+    timeline = make_timeline(forward=3 * GIB, backward=GIB)
+    named = PolicyTimeline(name=FULL, policy_key="a", timeline=timeline)
+    assert (
+        "peak 4.000 GiB in backward, h.1: saved activations 3.000 GiB, recompute working set "
+        "1.000 GiB"
+    ) in page_of(full_result(timelines=(named,))).visible
+
+
 def test_a_budget_far_above_all_peaks_is_said_and_not_drawn() -> None:
     page = page_of(make_result(NONE_CANDIDATE, best=NONE_CANDIDATE, budget_bytes=80 * GIB))
     assert page.figures["trade-off"]["layout"]["shapes"] == []
