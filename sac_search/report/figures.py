@@ -55,6 +55,8 @@ _ENDINGS = {
 }
 # As wide as a label that hovers over a point may be on a telephone.
 _HOVER_WIDTH = 44
+# So many policies can be numbered one by one.
+_FEW_POLICIES = 10
 # From here on seconds are easier to read than milliseconds.
 _LONG_STEP_SECONDS = 10.0
 # A phase that takes less of the step than this has no room for its name.
@@ -233,6 +235,8 @@ def trials(result: SearchResult) -> Figure:
             }
         )
     layout = _layout(x="policies, baselines first", y=f"step time, {unit}")
+    if len(points) <= _FEW_POLICIES:
+        layout["xaxis"]["dtick"] = 1  # or there would be ticks between one policy and the next
     return {"data": [trace for trace in traces if trace["x"]], "layout": layout}
 
 
