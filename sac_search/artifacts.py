@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
+from dataclasses import replace
 from pathlib import Path
 
 from sac_search import records, units
@@ -70,7 +72,9 @@ def load_result(folder: Path) -> SearchResult:
     """
     store = open_study(folder)
     reason = store.stop_reason or "read from the study"
-    return make_result(store, stored_winner(store), reason, False, ())
+    result = make_result(store, stored_winner(store), reason, False, ())
+    path = store.folder / REPORT_FILE
+    return replace(result, report_path=path) if os.path.isfile(path) else result
 
 
 def render_policy(result: SearchResult, module_name: str = "policy") -> str:
@@ -167,10 +171,13 @@ def write_files(result: SearchResult, folder: Path) -> None:
         policy_path.replace(folder / OLD_POLICY_FILE)
 
 
-def write_report(result: SearchResult, store: StudyStore, path: Path) -> None:
+def write_report(result: SearchResult, store: StudyStore, path: Path) -> SearchResult:
     """Writes the report of a study, a page that needs nothing beside it.
+
+    Returns the result, which then knows where its report is.
 
     Raises:
         UsageError: plotly is not installed, or the file cannot be written.
     """
     write_whole(path, render_page(result, importances(store)))
+    return replace(result, report_path=path)

@@ -128,7 +128,7 @@ def run_forecast(
         result = make_result(store, winner, "forecast", False, description.notes)
         write_files(result, store.folder)
         if options.report:
-            _report(result, store, listener)
+            result = _reported(result, store, listener)
     if result.best is None:
         raise NoPolicyFits(no_fit_message(result))
     return result
@@ -275,7 +275,7 @@ class _Stages:
             write_files(result, store.folder)
             store.write("is_finished", not interrupted)
             if self.options.report:
-                _report(result, store, self.listener)
+                result = _reported(result, store, self.listener)
         return result
 
     def _winner(self, store: StudyStore, interrupted: bool) -> Winner:
@@ -320,12 +320,13 @@ def _draw(store: StudyStore, measurer: Measurer, winner: Winner, listener: Liste
     store.write("timelines", drawn)
 
 
-def _report(result: SearchResult, store: StudyStore, listener: Listener) -> None:
+def _reported(result: SearchResult, store: StudyStore, listener: Listener) -> SearchResult:
     """Writes the report; what stands in its way is said, and the search has its answer anyway."""
     try:
-        write_report(result, store, store.folder / REPORT_FILE)
+        return write_report(result, store, store.folder / REPORT_FILE)
     except Exception as error:
         listener.on_note(f"No report was written: {error}")
+        return result
 
 
 def _turn(folder: Path, listener: Listener) -> contextlib.AbstractContextManager[None]:

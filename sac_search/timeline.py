@@ -213,8 +213,9 @@ class StepLog:
         self._lives.append(life)
 
     def _note_optimizer(self) -> None:
-        optimizer = self._workload.optimizer
-        for entry in pytree.tree_leaves(list(optimizer.state.values())) if optimizer else ():
+        if self._workload.optimizer is None:
+            return
+        for entry in pytree.tree_leaves(list(self._workload.optimizer.state.values())):
             self.note_kind(entry, MemoryKind.OPTIMIZER)
 
     def _note_gradients(self) -> None:

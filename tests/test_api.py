@@ -45,7 +45,7 @@ from sac_search.errors import (
 )
 from sac_search.policy import Policy
 from sac_search.records import SCHEMA_VERSION, FailureKind, Outcome, Phase
-from sac_search.report import page
+from sac_search.report import page, rows
 from sac_search.space import EAGER_ONLY, LayerChoiceMode, RunMode
 from sac_search.study import store as store_module
 from sac_search.study.baselines import BASELINE_NAMES, EVERY_SECOND, FULL, NONE
@@ -142,8 +142,11 @@ def test_a_search_ends_with_a_policy_on_disk(tmp_path: Path) -> None:
 def test_the_report_lies_beside_the_result(tmp_path: Path) -> None:
     pytest.importorskip("plotly", reason="an optional extra")
     result = search(tmp_path, ScriptedMeasurer())
-    assert load_result(tmp_path / "gpt").stop_reason == result.stop_reason
-    text = (tmp_path / "gpt" / "report.html").read_text()
+    path = tmp_path / "gpt" / "report.html"
+    stored = load_result(tmp_path / "gpt")
+    assert (stored.stop_reason, stored.report_path) == (result.stop_reason, path)
+    assert result.report_path == path and str(path) in rows.closing_lines(result)[-2]
+    text = path.read_text()
     assert "sac-search paper.py:workload --budget-gb" in text and "--sampler random" in text
     search(tmp_path / "without", ScriptedMeasurer(), report=False)
     assert not (tmp_path / "without" / "gpt" / "report.html").exists()

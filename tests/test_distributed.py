@@ -388,6 +388,18 @@ def test_its_forecasts_are_right(ddp: Searched) -> None:
             assert forecast == pytest.approx(candidate.measurement.allocated_bytes, rel=0.01)
 
 
+def test_its_memory_over_a_step_is_that_of_the_forecasts(ddp: Searched) -> None:
+    forecasts = {
+        c.policy.key: c.outcome.forecast_peak_bytes
+        for c in ddp.result.candidates
+        if c.measurement is not None
+    }
+    assert len(ddp.result.timelines) >= 2
+    for entry in ddp.result.timelines:
+        assert entry.timeline.peak_bytes == forecasts[entry.policy_key]
+        assert "blocks.3" in entry.timeline.layers
+
+
 def test_only_rank_0_prints(ddp: Searched) -> None:
     assert ddp.output.count("Loss and every gradient are bitwise") == 1
     log = (ddp.result.folder / "worker.rank1.log").read_text()

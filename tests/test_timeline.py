@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import groupby
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_forecast import CPU, frozen_with_accumulation, mlp, routed
+from test_forecast import CPU, WORKLOADS, frozen_with_accumulation, mlp, routed
 from tiny import HIDDEN, MM, stack, tokens
 
 from sac_search import records
@@ -72,6 +74,19 @@ def test_the_peak_of_full_checkpointing_is_where_the_last_layer_is_made_again() 
     timeline = timeline_of(transformer(), POLICIES["full"])
     assert (timeline.peak_phase, timeline.peak_layer) == (Phase.BACKWARD, LAYERS[-1])
     assert timeline.kind_bytes[MemoryKind.RECOMPUTED][timeline.peak_index] > 0
+
+
+@pytest.mark.parametrize("make", WORKLOADS.values(), ids=WORKLOADS.keys())
+def test_drawing_a_step_changes_no_figure_of_its_forecast(make: Callable[[], Workload]) -> None:
+    workload, names = make(), ("0", "1", "2")
+    workload.run_step()
+    dear = Tier(ops=("aten.addmm.default", "aten.convolution.default"))
+    for policy in (NO_CHECKPOINTING, checkpoint_layers(names[:2], dear)):
+        plain = forecast_step(workload, policy, layer_names=names)
+        drawn = dry_run(workload, policy, layer_names=names)
+        assert drawn.timeline is not None
+        assert drawn.timeline.peak_bytes == plain.peak_bytes
+        assert replace(drawn, timeline=None) == plain
 
 
 def test_workspaces_and_foreign_tensors_are_in_the_peak() -> None:

@@ -16,6 +16,7 @@ from sac_search.report.points import (
     Ending,
     Group,
     PolicyPoint,
+    budget_is_near,
     frontier_spots,
     peak_name,
     phase_spans,
@@ -54,6 +55,8 @@ _ENDINGS = {
 }
 # As wide as a label that hovers over a point may be on a telephone.
 _HOVER_WIDTH = 44
+# So many policies can be numbered one by one.
+_FEW_POLICIES = 10
 # From here on seconds are easier to read than milliseconds.
 _LONG_STEP_SECONDS = 10.0
 # A phase that takes less of the step than this has no room for its name.
@@ -85,7 +88,8 @@ def trade_off(result: SearchResult) -> Figure:
             {
                 "type": "scatter",
                 "mode": "lines+markers",
-                "name": "planner's frontier",
+                # Beliefs are of eager steps; where some are compiled, that has to be said.
+                "name": "planner's frontier" + (", eager" if result.compile_options else ""),
                 "x": [spot.peak_bytes / units.GIB for spot in spots],
                 "y": [spot.step_seconds * scale for spot in spots],
                 "hovertext": [_hover(spot.lines) for spot in spots],
@@ -98,8 +102,10 @@ def trade_off(result: SearchResult) -> Figure:
         alike = [point for point in points if point.group is group]
         if alike:
             traces.append(_policies(alike, group, marker, scale))
-    shapes = [_line(x=result.budget_bytes / units.GIB, color="--budget")]
-    notes = [_note("budget", x=result.budget_bytes / units.GIB, color="--budget")]
+    shapes, notes = [], []
+    if budget_is_near(result):
+        shapes.append(_line(x=result.budget_bytes / units.GIB, color="--budget"))
+        notes.append(_note("budget", x=result.budget_bytes / units.GIB, color="--budget"))
     bound_seconds = result.lower_bound_seconds
     if bound_seconds is not None:
         shapes.append(_line(y=bound_seconds * scale, color="--bound"))
@@ -229,6 +235,8 @@ def trials(result: SearchResult) -> Figure:
             }
         )
     layout = _layout(x="policies, baselines first", y=f"step time, {unit}")
+    if len(points) <= _FEW_POLICIES:
+        layout["xaxis"]["dtick"] = 1  # or there would be ticks between one policy and the next
     return {"data": [trace for trace in traces if trace["x"]], "layout": layout}
 
 
@@ -245,6 +253,7 @@ def _layout(*, x: str, y: str) -> dict[str, Any]:
     return {
         "xaxis": axis | {"title": {"text": x}},
         "yaxis": axis | {"title": {"text": y}},
+        "showlegend": True,
         "legend": {"orientation": "h", "x": 0, "y": 1.06, "yanchor": "bottom"},
         "margin": {"l": 8, "r": 12, "t": 30, "b": 8},
         "paper_bgcolor": "--clear",

@@ -12,9 +12,12 @@ def section(title: str, caption: str, body: str) -> str:
     return f"<section>\n<h2>{escape(title)}</h2>\n{told}{body}\n</section>"
 
 
-def plot(name: str, size: str = "") -> str:
-    """Returns the place that the figure of this name is drawn in."""
-    return f'<div class="plot waiting {size}" data-figure="{name}"></div>'
+def plot(name: str, label: str, size: str = "") -> str:
+    """Returns the place that the figure of this name is drawn in; `label` is for screen readers."""
+    return (
+        f'<div class="plot waiting {size}" data-figure="{name}" role="img" '
+        f'aria-label="{escape(label)}"></div>'
+    )
 
 
 def bullets(lines: Iterable[str]) -> str:

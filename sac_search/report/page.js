@@ -55,7 +55,7 @@
   } catch (error) {
     for (const place of places) {
       place.classList.remove("waiting");
-      place.textContent = `The plot cannot be drawn: ${error}. The tables have its figures.`;
+      place.textContent = `The plot cannot be drawn: ${error}.`;
     }
     document.documentElement.dataset.failed = String(error);
   }

@@ -21,7 +21,7 @@ from sac_search.records import Evidence
 from sac_search.report import rows
 from sac_search.report.figures import KIND_COLORS, Figure, figures
 from sac_search.report.markup import bullets, named_values, plot, section, table
-from sac_search.report.points import peak_name, without_figures
+from sac_search.report.points import budget_is_near, peak_name, peak_parts, without_figures
 from sac_search.report.strips import LayerStrip, StripPart, Treatment, layer_strips
 from sac_search.report.summary import Card, cards
 from sac_search.study.baselines import FULL
@@ -139,6 +139,8 @@ def _opening(result: SearchResult) -> str:
     return (
         f"<h1>{escape(result.study_name)}</h1>\n"
         f'<p class="muted">{escape(where)}, torch {escape(environment.torch_version)}</p>\n'
+        "<noscript>Without JavaScript there are no plots; captions and tables have the most of "
+        "it.</noscript>\n"
         f'<div class="cards">\n{_cards(result)}\n</div>\n<section>{sentences}\n'
         f"{bullets(_closing_lines(result))}</section>"
     )
@@ -163,15 +165,16 @@ def _trade_off(result: SearchResult, drawn: Mapping[str, Figure]) -> str:
     if "trade-off" not in drawn:
         return ""
     lacking = without_figures(result)
-    caption = (
-        "Each mark is a policy: further left needs less memory, lower is faster. What is left of "
-        "the budget's line fits."
+    caption = "Each mark is a policy: further left needs less memory, lower is faster. " + (
+        "What is left of the budget's line fits."
+        if budget_is_near(result)
+        else f"All are far under the budget of {units.format_gib(result.budget_bytes)}."
     )
     if result.insights is not None and result.none is not None:
         caption += " The dotted line is what the planner believes possible, measured or not."
     if lacking:
         caption += f" Not shown: {len(lacking)} without figures, listed below."
-    return section("Step time against peak", caption, plot("trade-off"))
+    return section("Step time against peak", caption, plot("trade-off", "Step time against peak"))
 
 
 def _memory(result: SearchResult) -> str:
@@ -182,9 +185,7 @@ def _memory(result: SearchResult) -> str:
         for kind, color in KIND_COLORS.items()
     )
     plots = "\n".join(
-        f"<div><h3>{escape(entry.name)}</h3>"
-        f'<p class="caption">peak {units.format_gib(entry.timeline.peak_bytes)} in '
-        f"{escape(peak_name(entry.timeline))}</p>{plot(f'memory-{number}')}</div>"
+        _memory_plot(entry, f"memory-{number}")
         for number, entry in sorted(enumerate(result.timelines), key=_comes_last)
     )
     caption = (
@@ -193,6 +194,18 @@ def _memory(result: SearchResult) -> str:
     )
     body = f'<ul class="legend">{legend}</ul>\n<div class="steps">\n{plots}\n</div>'
     return section("Memory over one step", caption, body)
+
+
+def _memory_plot(entry: PolicyTimeline, name: str) -> str:
+    peak = units.format_gib(entry.timeline.peak_bytes)
+    told = f"peak {peak} in {peak_name(entry.timeline)}"
+    parts = ", ".join(
+        f"{kind} {units.format_gib(size)}" for kind, size in peak_parts(entry.timeline)
+    )
+    return (
+        f'<div><h3>{escape(entry.name)}</h3><p class="caption">{escape(told)}: {escape(parts)}</p>'
+        f"{plot(name, f'Memory over one step: {entry.name}, {told}')}</div>"
+    )
 
 
 def _comes_last(entry: tuple[int, PolicyTimeline]) -> bool:
@@ -277,7 +290,7 @@ def _trials(result: SearchResult, drawn: Mapping[str, Figure]) -> str:
     if "trials" not in drawn or result.evidence is Evidence.FORECAST:
         return ""
     caption = "Every policy in the order of the study, and the fastest so far that fits."
-    return section("How the search went", caption, plot("trials", "low"))
+    return section("How the search went", caption, plot("trials", "How the search went", "low"))
 
 
 def _importance(weights: Sequence[Importance]) -> str:

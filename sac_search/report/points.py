@@ -11,7 +11,12 @@ from sac_search import units
 from sac_search.records import Phase
 from sac_search.study.candidate import Candidate
 from sac_search.study.result import SearchResult
-from sac_search.timeline import Timeline
+from sac_search.timeline import MemoryKind, Timeline
+
+# A budget above all peaks by more than this would leave them a corner of the plot.
+_NEAR = 1.5
+# A kind of memory with less of the peak than this is not worth a word.
+_LEAST_PART = 0.01
 
 
 class Group(enum.StrEnum):
@@ -86,6 +91,12 @@ def _lines(result: SearchResult, candidate: Candidate, peak_bytes: int) -> list[
         f"{step}, peak {units.format_gib(peak_bytes)}",
         *(["imported from " + candidate.imported_from] if candidate.imported_from else []),
     ]
+
+
+def budget_is_near(result: SearchResult) -> bool:
+    """Whether the budget can be seen beside the policies, and is not far above all of them."""
+    highest_bytes = max((point.peak_bytes for point in policy_points(result)), default=0)
+    return result.budget_bytes <= _NEAR * highest_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,6 +225,14 @@ def peak_name(timeline: Timeline) -> str:
     if phase in (Phase.FORWARD, Phase.BACKWARD):
         return f"{phase}, {layer or 'outside the layers'}"
     return str(phase)
+
+
+def peak_parts(timeline: Timeline) -> list[tuple[MemoryKind, int]]:
+    """Returns what holds the peak, most bytes first; what is next to nothing is left out."""
+    parts = {kind: sizes[timeline.peak_index] for kind, sizes in timeline.kind_bytes.items()}
+    least = _LEAST_PART * timeline.peak_bytes
+    kinds = sorted(parts, key=lambda kind: parts[kind], reverse=True)
+    return [(kind, parts[kind]) for kind in kinds if parts[kind] > least]
 
 
 def without_figures(result: SearchResult) -> Sequence[Candidate]:

@@ -361,9 +361,11 @@ def _file_lines(result: SearchResult) -> list[str]:
     if result.folder is None or result.best is None:
         return []
     policy_path = result.folder / "policy.py"
+    files = [policy_path, result.folder / "result.json", result.folder / "study.db"]
+    files += [] if result.report_path is None else [result.report_path]
     instead = " in place of torch.compile" if result.best.policy.compiled is not None else ""
     return [
-        f"Files: {policy_path}, {result.folder / 'result.json'}, {result.folder / 'study.db'}",
+        f"Files: {', '.join(map(str, files))}",
         f"Next: copy {policy_path} beside your training script; import policy; "
         f"policy.apply(model){instead}",
     ]

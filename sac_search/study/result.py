@@ -59,6 +59,8 @@ class SearchResult:
     arguments: tuple[str, ...] = ()
     """What says on the command line, behind the workload, how it was searched; empty for a study of
     a release that did not keep it."""
+    report_path: Path | None = None
+    """Its report; None where none was written."""
     timelines: tuple[PolicyTimeline, ...] = ()
     """Memory over one step: of no and full checkpointing and the winner, where it is known."""
 

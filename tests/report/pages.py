@@ -4,30 +4,24 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from typing import Any
 
 _VOID = frozenset({"meta", "link", "img", "br", "hr", "input"})
 
 
-@dataclass
 class Page(HTMLParser):
     """A page of HTML, taken apart as a browser would."""
 
-    text: str
-    elements: list[tuple[str, dict[str, str | None]]] = field(default_factory=list)
-    words: list[str] = field(default_factory=list)
-    open: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        HTMLParser.__init__(self, convert_charrefs=True)
-        self.feed(self.text)
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.text = text
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.open: list[str] = []
+        self.feed(text)
         self.close()
         assert self.open == [], "elements are left open"
-
-    def __hash__(self) -> int:
-        return id(self)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.elements.append((tag, dict(attrs)))

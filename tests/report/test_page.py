@@ -20,6 +20,7 @@ from scripted import (
 )
 
 from sac_search import units
+from sac_search.compiling import CompileOptions
 from sac_search.errors import UsageError
 from sac_search.policy import Compiled, Policy, Tier, checkpoint_layers
 from sac_search.records import Evidence, FailureKind
@@ -135,6 +136,26 @@ def test_memory_is_stacked_by_kind_and_its_peak_is_marked() -> None:
         )
     assert "backward, h.1" in trace_named(found["memory-1"], "peak")["hovertext"][0]
     assert "outside the layers" in trace_named(found["memory-0"], "peak")["hovertext"][0]
+
+
+def test_what_holds_the_peak_is_said_without_a_plot() -> None:
+    timeline = make_timeline(forward=3 * GIB, backward=GIB)
+    named = PolicyTimeline(name=FULL, policy_key="a", timeline=timeline)
+    assert (
+        "peak 4.000 GiB in backward, h.1: saved activations 3.000 GiB, recompute working set "
+        "1.000 GiB"
+    ) in page_of(full_result(timelines=(named,))).visible
+
+
+def test_a_budget_far_above_all_peaks_is_said_and_not_drawn() -> None:
+    page = page_of(make_result(NONE_CANDIDATE, best=NONE_CANDIDATE, budget_bytes=80 * GIB))
+    assert page.figures["trade-off"]["layout"]["shapes"] == []
+    assert "All are far under the budget of 80.00 GiB." in page.visible
+
+
+def test_beliefs_are_said_to_be_of_eager_steps_where_some_are_compiled() -> None:
+    figure = page_of(full_result(compile_options=CompileOptions())).figures["trade-off"]
+    assert trace_named(figure, "planner's frontier, eager")["x"]
 
 
 def test_the_search_is_told_in_its_order() -> None:

@@ -9,7 +9,7 @@ import pytest
 from scripted import MIB, Listener, ScriptedMeasurer, make_layers
 
 from sac_search.api import SearchOptions, run_search
-from sac_search.artifacts import load_result, render_policy
+from sac_search.artifacts import load_result, render_policy, write_report
 from sac_search.errors import StudyError
 from sac_search.records import Evidence
 from sac_search.study.sampler import SamplerName
@@ -36,6 +36,18 @@ def test_an_old_file_is_read(old: Path) -> None:
     assert result.best is not None and result.verification is not None
     assert result.bound_overhead_seconds is None
     compile(render_policy(result), "policy.py", "exec")
+
+
+def test_an_old_file_is_reported_as_far_as_it_goes(old: Path) -> None:
+    pytest.importorskip("plotly", reason="an optional extra")
+    result = load_result(old)
+    assert (result.timelines, result.arguments) == ((), ())
+
+    reported = write_report(result, open_study(old), old / "report.html")
+
+    text = (old / "report.html").read_text()
+    assert reported.report_path == old / "report.html"
+    assert "Step time against peak" in text and "Memory over one step" not in text
 
 
 def test_an_old_file_is_continued_or_its_reader_is_told_how(old: Path) -> None:
