@@ -21,6 +21,8 @@ from sac_search.report.trading import more_memory, saving
 from sac_search.study.candidate import rank
 from sac_search.study.result import SearchResult
 
+# Nearer than this to its bound a winner is at it, however steady its steps were.
+_SMALLEST_NOISE_FRACTION = 0.005
 # What is alive in each phase of a step.
 _ALIVE = {
     Phase.FORWARD: (
@@ -157,14 +159,24 @@ def _against_bound(found: Quantities, best: Tried) -> list[Fact]:
     if bound is None or not bound.value:
         return []
     distance = change(best.seconds, bound)
-    advice = ""
-    if distance.value <= best.noise.value + 0.005:
-        advice = "More trials will hardly find a faster one; only more memory, or less work, will."
+    noise = max(best.noise.value, _SMALLEST_NOISE_FRACTION)
+    if distance.value < -noise:
+        return [
+            state(
+                "The planner's bound, {bound}, says nothing here: the winner's step time is "
+                "{distance} against it, so the prices behind it are off",
+                bound=(bound, Unit.SECONDS),
+                distance=(distance, Unit.CHANGE),
+            )
+        ]
+    is_near = distance.value <= noise
     return [
         state(
             "No policy of this kind is faster than {bound}, if prices are right and add up; the "
             "winner's is {distance} against that",
-            advice,
+            "More trials will hardly find a faster one; more memory, or less work, will."
+            if is_near
+            else "",
             bound=(bound, Unit.SECONDS),
             distance=(distance, Unit.CHANGE),
         )

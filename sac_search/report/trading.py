@@ -9,6 +9,8 @@ from sac_search.report.quantities import LayerGroup, Quantities, Tried
 
 # So many of the best buys are named.
 _MOST_OFFERS = 3
+# Prices that are off by more than this part of what was measured are called rough.
+_FAR_FRACTION = 0.25
 # A gain of a smaller part of the step is not worth a sentence.
 _SMALLEST_GAIN_FRACTION = 0.001
 
@@ -28,6 +30,7 @@ def saving(found: Quantities) -> list[Fact]:
         *_all_together(found, groups, best),
         *_saved(found, checkpointed),
         *_policy_function(found, checkpointed),
+        *_nothing_pays(found, checkpointed),
         *_left_alone(found, groups),
         *_offers(found, checkpointed, best),
         *_next_alone(found, checkpointed, best),
@@ -65,12 +68,17 @@ def _all_together(found: Quantities, groups: list[LayerGroup], best: Tried) -> l
         if group.labels is not None:
             one -= found.recomputed(group)
         spared.append(one * exactly(group.layers))
+    by_prices, measured = total(spared), full.seconds - best.seconds
+    are_apart = abs(by_prices.value - measured.value) > _FAR_FRACTION * abs(measured.value)
     return [
         state(
             "Against recomputing all of every layer the winner spares {spared} of a step by the "
             "prices that follow, and was {measured} faster",
-            spared=(total(spared), Unit.SECONDS),
-            measured=(full.seconds - best.seconds, Unit.SECONDS),
+            "The two are far apart: trust the order of the prices more than their size."
+            if are_apart
+            else "",
+            spared=(by_prices, Unit.SECONDS),
+            measured=(measured, Unit.SECONDS),
         )
     ]
 
@@ -119,6 +127,26 @@ def _policy_function(found: Quantities, groups: list[LayerGroup]) -> list[Fact]:
     ]
 
 
+def _nothing_pays(found: Quantities, groups: list[LayerGroup]) -> list[Fact]:
+    """Returns the kinds whose layers save nothing since asking the policy costs more."""
+    facts = []
+    for kind in dict.fromkeys(group.kind for group in groups if not group.labels):
+        gain = found.layer(kind, "recompute_seconds") - found.layer(kind, "fixed_seconds")
+        policy = found.layer(kind, "policy_seconds")
+        if policy.value < gain.value:
+            continue
+        facts.append(
+            state(
+                "Saving pays in no layer of {kind}: asking the policy about its ops takes "
+                "{policy}, and all that could be saved spares {gain}",
+                kind=kind,
+                policy=(policy, Unit.SECONDS),
+                gain=(gain, Unit.SECONDS),
+            )
+        )
+    return facts
+
+
 def _left_alone(found: Quantities, groups: list[LayerGroup]) -> list[Fact]:
     facts = []
     for group in groups:
@@ -150,12 +178,16 @@ def _next_alone(found: Quantities, groups: list[LayerGroup], best: Tried) -> lis
             continue
         facts.append(
             state(
-                "Leaving alone a layer of {kind} that {what} (one of {count}) would spare "
-                "{seconds} and keep {kept} more: {rate}",
+                (
+                    "Leaving alone one of the {count} layers of {kind} that {what}"
+                    if group.layers > 1
+                    else "Leaving alone the {count} layer of {kind} that {what}"
+                )
+                + " would spare {seconds} and keep {kept} more: {rate}",
                 _fits_advice(found, best, kept),
                 count=(exactly(group.layers), Unit.COUNT),
                 kind=group.kind,
-                what=_describe(group),
+                what=_describe(group, plural=group.layers > 1),
                 seconds=(seconds, Unit.SECONDS),
                 kept=(kept, Unit.MIB),
                 rate=_rate(seconds, kept),
@@ -220,17 +252,17 @@ def _rate(seconds: Quantity, kept: Quantity) -> tuple[Quantity, Unit] | str:
 def _fits_advice(found: Quantities, best: Tried, kept: Quantity) -> str:
     if kept.value > found.budget.value - best.peak.value:
         return ""
-    return "That is no more than what the budget has left: a longer search may take it."
+    return "That much is left of the budget."
 
 
 def _layers(count: float) -> str:
     return "layers" if count > 1 else "layer"
 
 
-def _describe(group: LayerGroup) -> str:
+def _describe(group: LayerGroup, *, plural: bool = False) -> str:
     if not group.labels:
-        return "recomputes all"
-    return f"saves {', '.join(sorted(group.labels))}"
+        return "recompute all" if plural else "recomputes all"
+    return f"{'save' if plural else 'saves'} {', '.join(sorted(group.labels))}"
 
 
 # --- the whole trade-off --------------------------------------------------------------------------
@@ -297,8 +329,8 @@ def _step_up(found: Quantities, own: _Point, point: _Point) -> Fact:
             gain=(gain, Unit.SECONDS),
         )
     return state(
-        "{more} more ({budget}) would spare {gain} of a step: {overhead} above no checkpointing, "
-        "where the plan for the present budget has {own} ({policy})",
+        "{more} more ({budget}) would spare {gain} of a step, with {policy}: {overhead} above no "
+        "checkpointing instead of the {own} that the plan for the present budget has",
         more=(more, Unit.MIB),
         budget=(point.budget, Unit.GIB),
         gain=(gain, Unit.SECONDS),
@@ -310,8 +342,10 @@ def _step_up(found: Quantities, own: _Point, point: _Point) -> Fact:
 
 def _step_down(found: Quantities, own: _Point, point: _Point) -> Fact:
     loss = point.overhead - own.overhead
+    is_little = loss.value <= _noise_seconds(found)
     return state(
-        "{less} less ({budget}) would cost {loss} of a step ({policy})",
+        "{less} less ({budget}) would cost {loss} of a step, with {policy}"
+        + (": less than a measurement shows" if is_little else ""),
         less=(own.budget - point.budget, Unit.MIB),
         budget=(point.budget, Unit.GIB),
         loss=(loss, Unit.SECONDS),

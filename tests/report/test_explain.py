@@ -24,6 +24,7 @@ from scripted import (
     make_layers,
 )
 
+from sac_search import cli
 from sac_search.api import SearchOptions, run_search
 from sac_search.artifacts import load_result
 from sac_search.compiling import CompileOptions
@@ -277,7 +278,15 @@ def test_a_winner_is_held_against_the_ends_and_the_bound() -> None:
 
 def test_at_the_bound_more_trials_are_not_recommended() -> None:
     [line] = said(make_result(best=TRIAL, bound_overhead_seconds=0.02), STANDING, "No policy of")
-    assert line.endswith("only more memory, or less work, will.")
+    assert line.endswith("more memory, or less work, will.")
+
+
+def test_a_bound_that_the_winner_beats_says_nothing() -> None:
+    [line] = said(make_result(best=TRIAL, bound_overhead_seconds=0.04), STANDING, "bound")
+    assert line == (
+        "The planner's bound, 240.0 ms, says nothing here: the winner's step time is -8.3% against "
+        "it, so the prices behind it are off (believed)."
+    )
 
 
 def test_the_best_recipe_that_fits_is_named() -> None:
@@ -390,18 +399,38 @@ def test_what_the_prices_say_of_the_whole_is_held_against_what_was_measured() ->
     ]
 
 
+def test_prices_that_explain_little_are_called_rough() -> None:
+    lines = [
+        said(dataclasses.replace(RESULTS["prices"], best=best), SAVING, "far apart")
+        for best in (SAVING_TRIAL, dataclasses.replace(SAVING_TRIAL, step_seconds=0.16))
+    ]
+    assert [len(found) for found in lines] == [0, 1]
+
+
+def test_where_the_policy_function_costs_more_than_saving_spares() -> None:
+    dear = dataclasses.replace(INSIGHTS.layers[0], policy_seconds=0.04)
+    insights = dataclasses.replace(INSIGHTS, layers=(dear,))
+    result = make_result(best=FULL_CANDIDATE, insights=insights)
+    assert said(result, SAVING, "Saving pays in no layer") == [
+        "Saving pays in no layer of Block: asking the policy about its ops takes 40.0 ms, and all "
+        "that could be saved spares 32.0 ms (believed)."
+    ]
+    assert not said(result, SAVING, "Next, a layer")
+    check_traced(result)
+
+
 def test_what_leaving_a_layer_alone_buys() -> None:
     [line] = said(RESULTS["prices"], SAVING, "Leaving alone")
     # 35 ms less 20 ms for what is saved, and 1 ms for the policy; 300 MiB less 10 and 100.
     assert "would spare 16.0 ms and keep 190.0 MiB more: 0.084 ms per MiB" in line
-    assert line.endswith("a longer search may take it.")
+    assert line.endswith("That much is left of the budget.")
 
 
 def test_what_does_not_fit_what_is_left_is_not_recommended() -> None:
     tight = dataclasses.replace(RESULTS["prices"], budget_bytes=5 * GIB + 30 * MIB)
     [alone] = said(tight, SAVING, "Leaving alone")
     assert alone.endswith("(believed).")
-    assert said(tight, SAVING, "attention as well")[0].endswith("a longer search may take it.")
+    assert said(tight, SAVING, "attention as well")[0].endswith("That much is left of the budget.")
 
 
 def test_a_layer_that_is_left_alone_is_priced_the_other_way() -> None:
@@ -425,8 +454,9 @@ def test_compiled_code_has_no_prices() -> None:
 
 def test_the_next_budgets_up_and_down() -> None:
     up, most, down = sentences(explain(RESULTS["prices"]), MORE)
-    assert up.startswith("1024.0 MiB more (7.000 GiB) would spare 10.0 ms of a step: 10.0 ms above")
-    assert most.startswith("2048.0 MiB more (8.000 GiB) would spare 20.0 ms of a step: 0.0 ms")
+    assert up.startswith("1024.0 MiB more (7.000 GiB) would spare 10.0 ms of a step, with")
+    assert "10.0 ms above no checkpointing instead of the 20.0 ms that" in up
+    assert most.startswith("2048.0 MiB more (8.000 GiB) would spare 20.0 ms of a step, with no")
     assert down.startswith("1024.0 MiB less (5.000 GiB) would cost 20.0 ms of a step")
 
 
@@ -540,3 +570,15 @@ def test_an_old_study_is_explained_as_far_as_it_goes(tmp_path: Path) -> None:
     result = load_result(tmp_path)
     check_traced(result)
     assert not sentences(explain(result), SAVING)
+
+
+@pytest.mark.parametrize(("name", "start"), [("text", "Study gpt"), ("json", "{"), ("md", "# S")])
+def test_the_command_prints_the_format_that_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, start: str
+) -> None:
+    monkeypatch.setattr(cli, "_find_study", lambda study, root: Path(study))
+    monkeypatch.setattr(cli.artifacts, "load_result", lambda folder: RESULTS["prices"])
+
+    assert cli.main(["explain", "gpt", "--format", name]) == 0
+
+    assert capsys.readouterr().out.startswith(start)
