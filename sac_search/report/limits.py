@@ -45,7 +45,7 @@ _CLIPPING_ADVICE = (
 
 def limits(found: Quantities) -> list[Fact]:
     """Returns what limits the step, each with what to do about it."""
-    tried = found.best or min(found.tried, key=lambda t: t.peak.value, default=None)
+    tried = found.subject
     if tried is None:
         return [_nothing_ran()]
     return [
@@ -196,9 +196,9 @@ def _outside_the_layers(found: Quantities, tried: Tried) -> list[Fact]:
 
 def _smallest(found: Quantities) -> list[Fact]:
     """Returns how far down checkpointing was seen to go, where something fits."""
-    if found.best is None or found.result.needs_no_checkpointing:
+    smallest = found.smallest
+    if found.best is None or smallest is None or found.result.needs_no_checkpointing:
         return []
-    smallest = min(found.tried, key=lambda tried: tried.peak.value)
     if smallest.candidate.policy.key == found.best.candidate.policy.key:
         return []
     return [

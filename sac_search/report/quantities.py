@@ -107,6 +107,16 @@ class Quantities:
         return [found for c in self.result.candidates if (found := self._tried(c)) is not None]
 
     @property
+    def smallest(self) -> Tried | None:
+        """The candidate with the smallest peak; None when none has figures."""
+        return min(self.tried, key=lambda tried: tried.peak.value, default=None)
+
+    @property
+    def subject(self) -> Tried | None:
+        """Whose peak is explained: the winner's, else the smallest."""
+        return self.best or self.smallest
+
+    @property
     def parameters(self) -> Quantity | None:
         """Bytes of the parameters; None where dtypes are mixed or several ranks may share them."""
         environment = self.result.environment
