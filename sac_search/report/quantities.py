@@ -28,6 +28,8 @@ class LayerGroup:
     """What they save; None when they are left alone."""
     layers: int
     """How many they are."""
+    has_last: bool = False
+    """Whether the layer that runs last is one of them."""
 
 
 class Tried:
@@ -205,10 +207,12 @@ class Quantities:
         choices = self._space.choices_of(policy)
         if policy.compiled is not None or choices is None or not self.layer_prices:
             return []
-        counted = Counter((layer.kind, choices.get(layer.name)) for layer in self.result.layers)
+        treated = [(layer.kind, choices.get(layer.name)) for layer in self.result.layers]
         return [
-            LayerGroup(kind=kind, labels=labels, layers=count)
-            for (kind, labels), count in counted.items()
+            LayerGroup(
+                kind=kind, labels=labels, layers=count, has_last=(kind, labels) == treated[-1]
+            )
+            for (kind, labels), count in Counter(treated).items()
             if kind in self.layer_prices
         ]
 

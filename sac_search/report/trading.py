@@ -9,6 +9,13 @@ from sac_search.report.quantities import LayerGroup, Quantities, Tried
 
 # So many of the best buys are named.
 _MOST_OFFERS = 3
+_OF_THE_LAST = (
+    "Not so the last one: its backward comes first, so what it would recompute is needed at once."
+)
+_LAST_FIRST = (
+    "The last layer is the one to begin with: its backward comes first, so what it would keep is "
+    "needed at once in any case, and the peak hardly rises."
+)
 # Prices that are off by more than this part of what was measured are called rough.
 _FAR_FRACTION = 0.25
 # A gain of a smaller part of the step is not worth a sentence.
@@ -114,14 +121,17 @@ def _policy_function(found: Quantities, groups: list[LayerGroup]) -> list[Fact]:
     saving_groups = [group for group in groups if group.labels]
     if not saving_groups:
         return []
+    count = sum(group.layers for group in saving_groups)
     costs = [
         found.layer(group.kind, "policy_seconds") * exactly(group.layers) for group in saving_groups
     ]
     return [
         state(
-            "Asking the policy about every op of the {count} layers that save something takes "
+            "Asking the policy about every op, in {count} {layers} that {save} something, takes "
             "{seconds} of a step",
-            count=(exactly(sum(group.layers for group in saving_groups)), Unit.COUNT),
+            count=(exactly(count), Unit.COUNT),
+            layers=_layers(count),
+            save="save" if count > 1 else "saves",
             seconds=(total(costs), Unit.SECONDS),
         )
     ]
@@ -153,17 +163,29 @@ def _left_alone(found: Quantities, groups: list[LayerGroup]) -> list[Fact]:
         if group.labels is not None:
             continue
         plain = replace(group, labels=frozenset())
+        seconds = (found.recomputed(plain), Unit.SECONDS)
+        if group.has_last and group.layers == 1:
+            facts.append(
+                state(
+                    "The last layer, of {kind}, is left alone: its backward comes first, so that "
+                    "checkpointing it would cost {seconds} of a step and hardly lower the peak",
+                    kind=group.kind,
+                    seconds=seconds,
+                )
+            )
+            continue
         facts.append(
             state(
-                "{count} {layers} of {kind} {are} left alone: checkpointing {one} would free "
-                "{freed} and cost {seconds} of a step",
+                "{count} {layers} of {kind} {are} left alone: checkpointing {one} would keep "
+                "{less} less and cost {seconds} of a step",
+                _OF_THE_LAST if group.has_last else "",
                 count=(exactly(group.layers), Unit.COUNT),
                 layers=_layers(group.layers),
                 are="are" if group.layers > 1 else "is",
                 one="one of them" if group.layers > 1 else "it",
                 kind=group.kind,
-                freed=(found.kept(group) - found.kept(plain), Unit.MIB),
-                seconds=(found.recomputed(plain), Unit.SECONDS),
+                less=(found.kept(group) - found.kept(plain), Unit.MIB),
+                seconds=seconds,
             )
         )
     return facts
@@ -176,21 +198,23 @@ def _next_alone(found: Quantities, groups: list[LayerGroup], best: Tried) -> lis
         seconds, kept = found.recomputed(group), found.kept(alone) - found.kept(group)
         if seconds.value <= 0:
             continue
+        parts: dict[str, tuple[Quantity, Unit] | str] = {
+            "kind": group.kind,
+            "what": _describe(group, plural=group.layers > 1),
+            "seconds": (seconds, Unit.SECONDS),
+            "kept": (kept, Unit.MIB),
+            "rate": _rate(seconds, kept),
+        }
+        which = "the only layer"
+        if group.layers > 1:
+            which = "one of the {count} layers"
+            parts["count"] = (exactly(group.layers), Unit.COUNT)
         facts.append(
             state(
-                (
-                    "Leaving alone one of the {count} layers of {kind} that {what}"
-                    if group.layers > 1
-                    else "Leaving alone the {count} layer of {kind} that {what}"
-                )
-                + " would spare {seconds} and keep {kept} more: {rate}",
-                _fits_advice(found, best, kept),
-                count=(exactly(group.layers), Unit.COUNT),
-                kind=group.kind,
-                what=_describe(group, plural=group.layers > 1),
-                seconds=(seconds, Unit.SECONDS),
-                kept=(kept, Unit.MIB),
-                rate=_rate(seconds, kept),
+                f"Leaving alone {which} of {{kind}} that {{what}} would spare {{seconds}} and "
+                "keep {kept} more: {rate}",
+                _LAST_FIRST if group.has_last else _fits_advice(found, best, kept),
+                **parts,
             )
         )
     return facts

@@ -362,8 +362,8 @@ def test_what_is_saved_is_priced_over_all_its_layers() -> None:
         "200.0 MiB: 0.200 ms per MiB (believed)."
     ]
     assert said(RESULTS["prices"], SAVING, "Asking the policy") == [
-        "Asking the policy about every op of the 2 layers that save something takes 2.0 ms of a "
-        "step (believed)."
+        "Asking the policy about every op, in 2 layers that save something, takes 2.0 ms of a step "
+        "(believed)."
     ]
 
 
@@ -425,23 +425,51 @@ def test_what_leaving_a_layer_alone_buys() -> None:
     [line] = said(RESULTS["prices"], SAVING, "Leaving alone")
     # 35 ms less 20 ms for what is saved, and 1 ms for the policy; 300 MiB less 10 and 100.
     assert "would spare 16.0 ms and keep 190.0 MiB more: 0.084 ms per MiB" in line
-    assert line.endswith("That much is left of the budget.")
+    assert "The last layer is the one to begin with" in line
 
 
-def test_what_does_not_fit_what_is_left_is_not_recommended() -> None:
-    tight = dataclasses.replace(RESULTS["prices"], budget_bytes=5 * GIB + 30 * MIB)
-    [alone] = said(tight, SAVING, "Leaving alone")
-    assert alone.endswith("(believed).")
-    assert said(tight, SAVING, "attention as well")[0].endswith("That much is left of the budget.")
+@pytest.mark.parametrize(("left_mib", "fits"), [(30, True), (10, False)])
+def test_what_fits_what_is_left_of_the_budget_is_told(left_mib: int, fits: bool) -> None:
+    tight = dataclasses.replace(RESULTS["prices"], budget_bytes=5 * GIB + left_mib * MIB)
+    [line] = said(tight, SAVING, "attention as well")
+    assert line.endswith("That much is left of the budget.") is fits
 
 
-def test_a_layer_that_is_left_alone_is_priced_the_other_way() -> None:
-    one = make_candidate("one", policy=checkpoint_layers(["h.0"]), seconds=0.21, peak_bytes=5 * GIB)
-    result = make_result(NONE_CANDIDATE, FULL_CANDIDATE, one, best=one, insights=INSIGHTS)
-    assert said(result, SAVING, "left alone") == [
-        "1 layer of Block is left alone: checkpointing it would free 290.0 MiB and cost 35.0 ms of "
-        "a step (believed)."
-    ]
+@pytest.mark.parametrize(
+    ("count", "checkpointed", "line"),
+    [
+        (
+            2,
+            ["h.1"],
+            "1 layer of Block is left alone: checkpointing it would keep 290.0 MiB less and cost "
+            "35.0 ms of a step (believed).",
+        ),
+        (
+            2,
+            ["h.0"],
+            "The last layer, of Block, is left alone: its backward comes first, so that "
+            "checkpointing it would cost 35.0 ms of a step and hardly lower the peak (believed).",
+        ),
+        (
+            3,
+            ["h.0"],
+            "2 layers of Block are left alone: checkpointing one of them would keep 290.0 MiB less "
+            "and cost 35.0 ms of a step (believed). Not so the last one: its backward comes first, "
+            "so what it would recompute is needed at once.",
+        ),
+    ],
+)
+def test_a_layer_that_is_left_alone_is_priced_the_other_way(
+    count: int, checkpointed: list[str], line: str
+) -> None:
+    one = make_candidate(
+        "one", policy=checkpoint_layers(checkpointed), seconds=0.21, peak_bytes=5 * GIB
+    )
+    result = make_result(
+        NONE_CANDIDATE, FULL_CANDIDATE, one, best=one, insights=INSIGHTS, layers=make_layers(count)
+    )
+    assert said(result, SAVING, "left alone") == [line]
+    check_traced(result)
 
 
 def test_compiled_code_has_no_prices() -> None:
