@@ -171,7 +171,7 @@ def _against_bound(found: Quantities, best: Tried) -> list[Fact]:
                 distance=(distance, Unit.CHANGE),
             )
         ]
-    is_near = distance.value <= noise
+    is_near = distance.value <= noise and found.result.evidence is Evidence.MEASURED
     return [
         state(
             "No policy of this kind is faster than {bound}, if prices are right and add up; the "

@@ -100,9 +100,28 @@ def _peak_phase(found: Quantities, tried: Tried) -> list[Fact]:
         ]
     if phase is Phase.CLIPPING:
         return [state("Gradient clipping holds the peak, {peak}", _CLIPPING_ADVICE, peak=peak)]
-    if phase is Phase.LOSS:
-        return [state("The loss holds the peak, {peak}", _LOSS_ADVICE, peak=peak)]
-    return _layers_share(found, tried)
+    return [*_loss(tried), *_layers_share(found, tried)]
+
+
+def _loss(tried: Tried) -> list[Fact]:
+    """Returns what the loss takes for itself, where that may be much of the peak."""
+    forward, loss = tried.phase(Phase.FORWARD), tried.phase(Phase.LOSS)
+    if forward is None or loss is None or tried.measurement.peak_phase is Phase.FORWARD:
+        return []
+    own = loss - forward
+    if own.value < _MUCH_FRACTION * tried.allocated.value:
+        return []
+    where = "which holds the peak"
+    if tried.measurement.peak_phase is Phase.BACKWARD:
+        where = "and may still be there when the backward pass, which holds the peak, begins"
+    return [
+        state(
+            "What the model's output and the loss add to the forward pass is {own} at the least, "
+            + where,
+            _LOSS_ADVICE,
+            own=(own, Unit.GIB),
+        )
+    ]
 
 
 def _free_to_keep(tried: Tried) -> list[Fact]:

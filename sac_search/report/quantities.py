@@ -140,7 +140,9 @@ class Quantities:
     def bound(self) -> Quantity | None:
         """The step time that no policy goes under, by the prices."""
         found = self.result.lower_bound_seconds
-        return None if found is None else Quantity(found, "lower_bound_seconds", Basis.BELIEVED)
+        is_forecast = self.result.evidence is Evidence.FORECAST  # prices are those of rates then
+        basis = Basis.FORECAST if is_forecast else Basis.BELIEVED
+        return None if found is None else Quantity(found, "lower_bound_seconds", basis)
 
     # --- what the search believes -----------------------------------------------------------------
 

@@ -186,7 +186,7 @@ RESULTS = {
     "loss": make_result(
         NONE_CANDIDATE,
         changed(FULL_CANDIDATE, **phases(Phase.LOSS, loss=4, backward=3, optimizer=1)),
-        best=changed(TRIAL, **phases(Phase.LOSS, loss=5, backward=4, optimizer=1)),
+        best=changed(TRIAL, **phases(Phase.LOSS, forward=4, loss=5, backward=4, optimizer=1)),
         floor_bytes=4 * GIB - 2**22,
     ),
 }
@@ -349,7 +349,7 @@ def test_a_forecast_is_called_one() -> None:
     lines = sentences(explanation, STANDING)
     assert lines[-1].startswith("Nothing was measured or verified")
     assert "220.0 ms per step" in lines[0]
-    assert {str(f.quantity.basis) for f in explanation.figures} == {"given", "forecast", "believed"}
+    assert {str(f.quantity.basis) for f in explanation.figures} == {"given", "forecast"}
     assert "(measured)" not in facts.to_text(explanation)
 
 
@@ -517,8 +517,18 @@ def test_an_optimizer_that_holds_the_peak() -> None:
 
 def test_a_loss_that_holds_the_peak_and_the_floor() -> None:
     lines = said(RESULTS["loss"], LIMITS, "chunked cross-entropy")
-    assert lines[0].startswith("The loss holds the peak, 5.000 GiB")
+    assert lines[0].startswith(
+        "What the model's output and the loss add to the forward pass is 1.000 GiB at the least, "
+        "which holds the peak (measured). If the loss is a cross-entropy"
+    )
     assert lines[1].startswith("While the loss is computed 2.996 GiB more is alive")
+
+
+@pytest.mark.parametrize(("loss", "is_told"), [(4.5, True), (4.1, False)])
+def test_a_loss_that_is_there_when_the_backward_pass_begins(loss: float, is_told: bool) -> None:
+    best = changed(TRIAL, **phases(Phase.BACKWARD, forward=4, loss=loss, backward=5, optimizer=1))
+    found = said(make_result(best=best), LIMITS, "may still be there when the backward pass")
+    assert bool(found) is is_told
 
 
 @pytest.mark.parametrize("word", ["8-bit", "cross-entropy", "fused=True", "expandable_segments"])
