@@ -15,6 +15,8 @@ from sac_search.report.rows import is_fragmented
 _MOST_FRACTION = 0.5
 # What is worth a remedy, as a part of the peak.
 _MUCH_FRACTION = 0.05
+# What one layer works with, over what it keeps when it is left alone, at the very most.
+_WORKING_FACTOR = 3
 # Layers that keep less than this part of the peak hardly matter to it.
 _LITTLE_FRACTION = 0.1
 # Ranks that differ by more than this do so for a reason.
@@ -100,7 +102,7 @@ def _peak_phase(found: Quantities, tried: Tried) -> list[Fact]:
         ]
     if phase is Phase.CLIPPING:
         return [state("Gradient clipping holds the peak, {peak}", _CLIPPING_ADVICE, peak=peak)]
-    return [*_loss(tried), *_layers_share(found, tried)]
+    return [*(_loss(tried) or _outside(found, tried)), *_layers_share(found, tried)]
 
 
 def _loss(tried: Tried) -> list[Fact]:
@@ -120,6 +122,34 @@ def _loss(tried: Tried) -> list[Fact]:
             + where,
             _LOSS_ADVICE,
             own=(own, Unit.GIB),
+        )
+    ]
+
+
+def _outside(found: Quantities, tried: Tried) -> list[Fact]:
+    """Returns what is at the peak that is neither state nor kept by layers, where it is too much.
+
+    Too much to be what one layer works with: its activations, their gradients and a few more.
+    """
+    kept = found.kept_by_layers(tried.candidate.policy)
+    optimizer = tried.phase(Phase.OPTIMIZER)
+    if kept is None or optimizer is None:
+        return []
+    rest = tried.allocated - kept - optimizer
+    largest = max(
+        (found.layer(kind, "alone_bytes") for kind in found.layer_prices),
+        key=lambda quantity: quantity.value,
+    )
+    if rest.value < max(_MUCH_FRACTION * tried.allocated.value, _WORKING_FACTOR * largest.value):
+        return []
+    return [
+        state(
+            "At the peak {rest} at the least is neither state nor kept by layers, and the largest "
+            "layer's activations are {largest}: so most of it lies outside the layers, in the "
+            "model's output or the loss",
+            _LOSS_ADVICE,
+            rest=(rest, Unit.MIB),
+            largest=(largest, Unit.MIB),
         )
     ]
 

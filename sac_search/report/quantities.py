@@ -140,9 +140,14 @@ class Quantities:
     def bound(self) -> Quantity | None:
         """The step time that no policy goes under, by the prices."""
         found = self.result.lower_bound_seconds
-        is_forecast = self.result.evidence is Evidence.FORECAST  # prices are those of rates then
-        basis = Basis.FORECAST if is_forecast else Basis.BELIEVED
-        return None if found is None else Quantity(found, "lower_bound_seconds", basis)
+        path = "lower_bound_seconds"
+        return None if found is None else Quantity(found, path, self.price_basis)
+
+    @property
+    def price_basis(self) -> Basis:
+        """What stands behind prices: the search's beliefs, or rates where nothing was measured."""
+        is_forecast = self.result.evidence is Evidence.FORECAST
+        return Basis.FORECAST if is_forecast else Basis.BELIEVED
 
     # --- what the search believes -----------------------------------------------------------------
 
@@ -170,12 +175,12 @@ class Quantities:
     def save(self, kind: str, label: str, field: str) -> Quantity:
         """Returns a field of what one layer of a kind gains or keeps by saving a label."""
         price, path = self.save_prices[kind, label]
-        return Quantity(getattr(price, field), f"{path}.{field}", Basis.BELIEVED)
+        return Quantity(getattr(price, field), f"{path}.{field}", self.price_basis)
 
     def layer(self, kind: str, field: str) -> Quantity:
         """Returns a field of what checkpointing one layer of a kind costs, or frees."""
         price, path = self.layer_prices[kind]
-        return Quantity(getattr(price, field), f"{path}.{field}", Basis.BELIEVED)
+        return Quantity(getattr(price, field), f"{path}.{field}", self.price_basis)
 
     def kept(self, group: LayerGroup) -> Quantity:
         """Returns what one layer of a group keeps from its forward to its backward."""

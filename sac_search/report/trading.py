@@ -308,7 +308,9 @@ def more_memory(found: Quantities) -> list[Fact]:
     points = [
         _Point(
             budget=Quantity(point.budget_bytes, f"{path}.budget_bytes", Basis.GIVEN),
-            overhead=Quantity(point.overhead_seconds, f"{path}.overhead_seconds", Basis.BELIEVED),
+            overhead=Quantity(
+                point.overhead_seconds, f"{path}.overhead_seconds", found.price_basis
+            ),
             policy=point.policy.describe(),
         )
         for point, path in found.frontier

@@ -531,6 +531,21 @@ def test_a_loss_that_is_there_when_the_backward_pass_begins(loss: float, is_told
     assert bool(found) is is_told
 
 
+@pytest.mark.parametrize(("backward", "is_told"), [(4.0, True), (2.0, False)])
+def test_what_is_too_much_for_a_layer_lies_outside(backward: float, is_told: bool) -> None:
+    # State of 1 GiB, layers that keep 220 MiB, and 300 MiB of activations in each.
+    best = changed(
+        SAVING_TRIAL, **phases(Phase.BACKWARD, forward=backward, backward=backward, optimizer=1)
+    )
+    result = make_result(best=best, insights=INSIGHTS)
+    found = said(result, LIMITS, "lies outside the layers")
+    assert bool(found) is is_told
+    if found:
+        assert found[0].startswith("At the peak 2852.0 MiB at the least is neither state nor kept")
+        assert "cross-entropy" in found[0]
+    check_traced(result)
+
+
 @pytest.mark.parametrize("word", ["8-bit", "cross-entropy", "fused=True", "expandable_segments"])
 def test_no_remedy_is_named_that_no_figure_asks_for(word: str) -> None:
     assert word not in facts.to_text(explain(RESULTS["prices"]))
