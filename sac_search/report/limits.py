@@ -85,7 +85,7 @@ def _floor_over_budget(found: Quantities) -> list[Fact]:
     return [
         state(
             "The budget is {lacking} under the floor, which checkpointing does not change",
-            "Use a larger budget, a smaller batch, or one of the remedies below.",
+            "Use a larger budget, or a smaller batch.",
             lacking=(floor - found.budget, Unit.GIB),
         )
     ]

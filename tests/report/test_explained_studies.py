@@ -1,0 +1,81 @@
+"""What is said of real searches: the workloads of `studies/`, on a CPU, three trials each."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import pytest
+from tracing import check_traced, sentences
+
+from sac_search.artifacts import load_result
+from sac_search.report import facts
+from sac_search.report.explain import explain
+from sac_search.study.result import SearchResult
+
+STUDIES = Path(__file__).with_name("studies")
+NAMES = sorted(path.name.partition(".")[0] for path in STUDIES.glob("*.db.gz"))
+SAVING = "What saving buys"
+LIMITS = "What limits it, and what to do"
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, SearchResult]:
+    found = {}
+    for name in NAMES:
+        folder = tmp_path_factory.mktemp(name)
+        packed = (STUDIES / f"{name}.db.gz").read_bytes()
+        (folder / "study.db").write_bytes(gzip.decompress(packed))
+        found[name] = load_result(folder)
+    return found
+
+
+def test_none_is_missing() -> None:
+    assert {"builtin", "gpt2", "llama", "vit", "resnet", "sft"} <= set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_figure_is_the_studys(results: dict[str, SearchResult], name: str) -> None:
+    check_traced(results[name])
+    assert len(explain(results[name]).figures) > 30
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_layers_keep_is_less_than_the_peak(
+    results: dict[str, SearchResult], name: str
+) -> None:
+    figures = {figure.name: figure.quantity.value for figure in explain(results[name]).figures}
+    assert figures["kept"] > 0 and 0 < figures["share"] < 1
+
+
+def test_a_loss_that_holds_the_peak_is_found(results: dict[str, SearchResult]) -> None:
+    # TRL takes the logits 32768 columns at a time, however small the vocabulary is.
+    told = sentences(explain(results["sft"]), LIMITS)
+    assert "lies outside the layers" in told[0] and "chunked cross-entropy" in told[0]
+
+
+@pytest.mark.parametrize("name", ["builtin", "gpt2", "llama", "resnet", "vit"])
+def test_a_small_loss_is_not_blamed(results: dict[str, SearchResult], name: str) -> None:
+    assert "cross-entropy" not in facts.to_text(explain(results[name]))
+
+
+@pytest.mark.parametrize("name", ["builtin", "vit"])
+def test_state_that_is_most_of_the_peak_is_found(
+    results: dict[str, SearchResult], name: str
+) -> None:
+    told = " ".join(sentences(explain(results[name]), LIMITS))
+    assert "beyond the reach of checkpointing" in told and "8-bit" in told
+
+
+@pytest.mark.parametrize("name", ["llama", "sft"])
+def test_where_saving_pays_in_no_layer_it_is_said(
+    results: dict[str, SearchResult], name: str
+) -> None:
+    assert any(
+        text.startswith("Saving pays in no") for text in sentences(explain(results[name]), SAVING)
+    )
+
+
+def test_layers_of_many_kinds_have_prices_of_their_own(results: dict[str, SearchResult]) -> None:
+    told = " ".join(sentences(explain(results["resnet"]), SAVING))
+    assert "ResNetBottleNeckLayer#2" in told and "ResNetBottleNeckLayer#6" in told
