@@ -67,6 +67,8 @@ def _of_compiled(found: Quantities) -> list[Fact]:
 def _all_together(found: Quantities, groups: list[LayerGroup], best: Tried) -> list[Fact]:
     """Returns what the winner spares against full checkpointing by the prices, and measured."""
     full = found.full
+    if found.price_basis is Basis.FORECAST:
+        return []  # the same prices on both sides
     if full is None or full.candidate.policy.key == best.candidate.policy.key:
         return []
     spared = []
@@ -274,7 +276,8 @@ def _rate(seconds: Quantity, kept: Quantity) -> tuple[Quantity, Unit] | str:
 
 
 def _fits_advice(found: Quantities, best: Tried, kept: Quantity) -> str:
-    if kept.value > found.budget.value - best.peak.value:
+    # What a caching allocator will reserve is not known of a forecast.
+    if found.price_basis is Basis.FORECAST or kept.value > found.budget.value - best.peak.value:
         return ""
     return "That much is left of the budget."
 

@@ -373,7 +373,7 @@ def test_where_the_policy_function_costs_more_than_saving_spares() -> None:
 def test_what_leaving_a_layer_alone_buys() -> None:
     [line] = said(RESULTS["prices"], SAVING, "Leaving alone")
     # 35 ms less 20 ms for what is saved, and 1 ms for the policy; 300 MiB less 10 and 100.
-    assert "would spare 16.0 ms and keep 190.0 MiB more: 0.084 ms per MiB" in line
+    assert "would spare 16.0 ms and keep 190.0 MiB more: 84.2 µs per MiB" in line
     assert "The last layer is the one to begin with" in line
 
 
@@ -433,10 +433,10 @@ def test_compiled_code_has_no_prices() -> None:
 
 def test_the_next_budgets_up_and_down() -> None:
     up, most, down = sentences(explain(RESULTS["prices"]), MORE)
-    assert up.startswith("1024.0 MiB more (7.000 GiB) would spare 10.0 ms of a step, with")
+    assert up.startswith("1.000 GiB more (7.000 GiB) would spare 10.0 ms of a step, with")
     assert "10.0 ms above no checkpointing instead of the 20.0 ms that" in up
-    assert most.startswith("2048.0 MiB more (8.000 GiB) would spare 20.0 ms of a step, with no")
-    assert down.startswith("1024.0 MiB less (5.000 GiB) would cost 20.0 ms of a step")
+    assert most.startswith("2.000 GiB more (8.000 GiB) would spare 20.0 ms of a step, with no")
+    assert down.startswith("1.000 GiB less (5.000 GiB) would cost 20.0 ms of a step")
 
 
 def test_a_gain_within_the_noise_is_called_one() -> None:
@@ -457,7 +457,7 @@ def test_an_optimizer_that_holds_the_peak() -> None:
     lines = sentences(explain(RESULTS["optimizer"]), LIMITS)
     assert "fused=True" in lines[0]
     assert lines[1] == (
-        "Until the layers hold the peak they may keep 1024.0 MiB more, at no cost in memory "
+        "Until the layers hold the peak they may keep 1.000 GiB more, at no cost in memory "
         "(measured)."
     )
     [state] = said(RESULTS["optimizer"], LIMITS, "8-bit")
@@ -490,7 +490,7 @@ def test_what_is_too_much_for_a_layer_lies_outside(backward: float, is_told: boo
     found = said(result, LIMITS, "lies outside the layers")
     assert bool(found) is is_told
     if found:
-        assert found[0].startswith("At the peak 2852.0 MiB at the least is neither state nor kept")
+        assert found[0].startswith("At the peak 2.785 GiB at the least is neither state nor kept")
         assert "cross-entropy" in found[0]
     check_traced(result)
 

@@ -1,4 +1,4 @@
-"""What is said of real searches: the workloads of `studies/`, on a CPU, three trials each."""
+"""What is said of real searches: of workloads of `studies/` on a CPU, and of a forecast."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, SearchResult]
 
 
 def test_none_is_missing() -> None:
-    assert {"builtin", "gpt2", "llama", "vit", "resnet", "sft"} <= set(NAMES)
+    assert {"builtin", "gpt2", "llama", "vit", "resnet", "sft", "forecast"} <= set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -52,6 +52,14 @@ def test_a_loss_that_holds_the_peak_is_found(results: dict[str, SearchResult]) -
     # TRL takes the logits 32768 columns at a time, however small the vocabulary is.
     told = sentences(explain(results["sft"]), LIMITS)
     assert "lies outside the layers" in told[0] and "chunked cross-entropy" in told[0]
+
+
+def test_logits_of_a_large_vocabulary_are_found(results: dict[str, SearchResult]) -> None:
+    # 760 million parameters and 32768 words on a card of 24 GB, forecast.
+    told = sentences(explain(results["forecast"]), LIMITS)
+    assert told[0].startswith("What the model's output and the loss add to the forward pass is 2.1")
+    assert "which holds the peak (forecast)" in told[0] and "chunked cross-entropy" in told[0]
+    assert "(measured)" not in facts.to_text(explain(results["forecast"]))
 
 
 @pytest.mark.parametrize("name", ["builtin", "gpt2", "llama", "resnet", "vit"])
