@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from sac_search.report.facts import Basis, Fact, Quantity, Unit, exactly, state, total
 from sac_search.report.quantities import LayerGroup, Quantities, Tried
 
-# So many of the best buys are named.
-_MOST_OFFERS = 3
+# So many of each sort are named, the weightiest.
+_MOST_ALIKE = 3
 _OF_THE_LAST = (
     "Not so the last one: its backward comes first, so what it would recompute is needed at once."
 )
@@ -141,60 +141,63 @@ def _policy_function(found: Quantities, groups: list[LayerGroup]) -> list[Fact]:
 
 def _nothing_pays(found: Quantities, groups: list[LayerGroup]) -> list[Fact]:
     """Returns the kinds whose layers save nothing since asking the policy costs more."""
-    facts = []
+    facts: list[tuple[float, Fact]] = []
     for kind in dict.fromkeys(group.kind for group in groups if not group.labels):
         gain = found.layer(kind, "recompute_seconds") - found.layer(kind, "fixed_seconds")
         policy = found.layer(kind, "policy_seconds")
         if policy.value < gain.value:
             continue
-        facts.append(
-            state(
-                "Saving pays in no layer of {kind}: asking the policy about its ops takes "
-                "{policy}, and all that could be saved spares {gain}",
-                kind=kind,
-                policy=(policy, Unit.SECONDS),
-                gain=(gain, Unit.SECONDS),
-            )
+        fact = state(
+            "Saving pays in no layer of {kind}: asking the policy about its ops takes {policy}, "
+            "and all that could be saved spares {gain}",
+            kind=kind,
+            policy=(policy, Unit.SECONDS),
+            gain=(gain, Unit.SECONDS),
         )
-    return facts
+        facts.append((policy.value, fact))
+    return _weightiest(facts)
+
+
+def _weightiest(facts: list[tuple[float, Fact]]) -> list[Fact]:
+    """Returns the few facts that weigh most, of pairs of a weight and a fact."""
+    return [fact for _, fact in sorted(facts, key=lambda pair: -pair[0])[:_MOST_ALIKE]]
 
 
 def _left_alone(found: Quantities, groups: list[LayerGroup]) -> list[Fact]:
-    facts = []
+    facts: list[tuple[float, Fact]] = []
     for group in groups:
         if group.labels is not None:
             continue
         plain = replace(group, labels=frozenset())
         seconds = (found.recomputed(plain), Unit.SECONDS)
+        less = found.kept(group) - found.kept(plain)
         if group.has_last and group.layers == 1:
-            facts.append(
-                state(
-                    "The last layer, of {kind}, is left alone: its backward comes first, so that "
-                    "checkpointing it would cost {seconds} of a step and hardly lower the peak",
-                    kind=group.kind,
-                    seconds=seconds,
-                )
-            )
-            continue
-        facts.append(
-            state(
-                "{count} {layers} of {kind} {are} left alone: checkpointing {one} would keep "
-                "{less} less and cost {seconds} of a step",
-                _OF_THE_LAST if group.has_last else "",
-                count=(exactly(group.layers), Unit.COUNT),
-                layers=_layers(group.layers),
-                are="are" if group.layers > 1 else "is",
-                one="one of them" if group.layers > 1 else "it",
+            fact = state(
+                "The last layer, of {kind}, is left alone: its backward comes first, so that "
+                "checkpointing it would cost {seconds} of a step and hardly lower the peak",
                 kind=group.kind,
-                less=(found.kept(group) - found.kept(plain), Unit.MIB),
                 seconds=seconds,
             )
+            facts.append((less.value, fact))
+            continue
+        fact = state(
+            "{count} {layers} of {kind} {are} left alone: checkpointing {one} would keep {less} "
+            "less and cost {seconds} of a step",
+            _OF_THE_LAST if group.has_last else "",
+            count=(exactly(group.layers), Unit.COUNT),
+            layers=_layers(group.layers),
+            are="are" if group.layers > 1 else "is",
+            one="one of them" if group.layers > 1 else "it",
+            kind=group.kind,
+            less=(less, Unit.MIB),
+            seconds=seconds,
         )
-    return facts
+        facts.append((less.value, fact))
+    return _weightiest(facts)
 
 
 def _next_alone(found: Quantities, groups: list[LayerGroup], best: Tried) -> list[Fact]:
-    facts = []
+    facts: list[tuple[float, Fact]] = []
     for group in groups:
         alone = replace(group, labels=None)
         seconds, kept = found.recomputed(group), found.kept(alone) - found.kept(group)
@@ -211,15 +214,14 @@ def _next_alone(found: Quantities, groups: list[LayerGroup], best: Tried) -> lis
         if group.layers > 1:
             which = "one of the {count} layers"
             parts["count"] = (exactly(group.layers), Unit.COUNT)
-        facts.append(
-            state(
-                f"Leaving alone {which} of {{kind}} that {{what}} would spare {{seconds}} and "
-                "keep {kept} more: {rate}",
-                _LAST_FIRST if group.has_last else _fits_advice(found, best, kept),
-                **parts,
-            )
+        fact = state(
+            f"Leaving alone {which} of {{kind}} that {{what}} would spare {{seconds}} and keep "
+            "{kept} more: {rate}",
+            _LAST_FIRST if group.has_last else _fits_advice(found, best, kept),
+            **parts,
         )
-    return facts
+        facts.append((seconds.value / max(kept.value, 1), fact))
+    return _weightiest(facts)
 
 
 def _offers(found: Quantities, groups: list[LayerGroup], best: Tried) -> list[Fact]:
@@ -251,7 +253,7 @@ def _offers(found: Quantities, groups: list[LayerGroup], best: Tried) -> list[Fa
             kept=(offer.kept, Unit.MIB),
             rate=_rate(offer.seconds, offer.kept),
         )
-        for offer in list(different.values())[:_MOST_OFFERS]
+        for offer in list(different.values())[:_MOST_ALIKE]
     ]
 
 
