@@ -600,6 +600,22 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
     return found
 
 
+@pytest.mark.parametrize("arguments", [[], ["--no-progress"]])
+def test_progress_is_live_unless_told_otherwise(
+    empty: Path, monkeypatch: pytest.MonkeyPatch, asked: Asked, arguments: list[str]
+) -> None:
+    told: list[bool] = []
+
+    class Recording(cli.SearchProgress):
+        def __init__(self, *positional: Any, live: bool, **named: Any) -> None:
+            told.append(live)
+            super().__init__(*positional, live=live, **named)
+
+    monkeypatch.setattr(cli, "SearchProgress", Recording)
+    assert cli.main(["train.py", "--budget-gb", "1", *arguments]) == 3
+    assert told == [not arguments]
+
+
 def test_without_an_accelerator_the_built_in_model_is_forecast(
     empty: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, asked: Asked
 ) -> None:

@@ -21,6 +21,8 @@ from sac_search.report.trading import more_memory, saving
 from sac_search.study.candidate import rank
 from sac_search.study.result import SearchResult
 
+# Nearer than this to its bound a winner is at it, however steady its steps were.
+_SMALLEST_NOISE_FRACTION = 0.005
 # What is alive in each phase of a step.
 _ALIVE = {
     Phase.FORWARD: (
@@ -82,28 +84,30 @@ def _standing(found: Quantities) -> list[Fact]:
             )
         ]
         return facts + _where_budgets_bind(found)
+    is_measured = result.evidence is Evidence.MEASURED
     facts = [
         state(
-            "The fastest policy under {budget} is {name} ({policy}): {step} ±{noise} per step, "
-            "peak {peak}, so {left} of the budget is not used",
+            "The fastest policy under {budget} is {name} ({policy}): "
+            + ("{step} ±{noise}" if is_measured else "{step}")
+            + " per step, peak {peak}, so {left} of the budget is not used",
             budget=(found.budget, Unit.GIB),
             name=best.name,
             policy=best.candidate.policy.describe(),
             step=(best.seconds, Unit.SECONDS),
-            noise=(best.noise, Unit.SHARE),
+            **({"noise": (best.noise, Unit.SHARE)} if is_measured else {}),
             peak=(best.peak, Unit.GIB),
             left=(found.budget - best.peak, Unit.GIB),
         )
     ]
     facts += _against(found, best)
     facts += _against_bound(found, best)
-    if result.evidence is Evidence.FORECAST:
-        facts.append(
-            Fact(
-                sentence="Nothing was measured or verified.",
-                advice="The same command on the device, without --forecast, does both.",
-            )
+    if not is_measured:
+        sentence = (
+            "Nothing was measured or verified, and a part of the budget is left for what a caching "
+            "allocator reserves beyond tensors."
         )
+        advice = "The same command on the device, without --forecast, measures and verifies."
+        facts.append(Fact(sentence=sentence, advice=advice))
     return facts
 
 
@@ -157,14 +161,24 @@ def _against_bound(found: Quantities, best: Tried) -> list[Fact]:
     if bound is None or not bound.value:
         return []
     distance = change(best.seconds, bound)
-    advice = ""
-    if distance.value <= best.noise.value + 0.005:
-        advice = "More trials will hardly find a faster one; only more memory, or less work, will."
+    noise = max(best.noise.value, _SMALLEST_NOISE_FRACTION)
+    if distance.value < -noise:
+        return [
+            state(
+                "The planner's bound, {bound}, says nothing here: the winner's step time is "
+                "{distance} against it, so the prices behind it are off",
+                bound=(bound, Unit.SECONDS),
+                distance=(distance, Unit.CHANGE),
+            )
+        ]
+    is_near = distance.value <= noise and found.result.evidence is Evidence.MEASURED
     return [
         state(
             "No policy of this kind is faster than {bound}, if prices are right and add up; the "
             "winner's is {distance} against that",
-            advice,
+            "More trials will hardly find a faster one; more memory, or less work, will."
+            if is_near
+            else "",
             bound=(bound, Unit.SECONDS),
             distance=(distance, Unit.CHANGE),
         )
@@ -204,7 +218,8 @@ def _without_winner(found: Quantities) -> list[Fact]:
         ]
     ranked = rank(result.candidates, result.budget_bytes)
     if not ranked:
-        smallest = min(found.tried, key=lambda tried: tried.peak.value)
+        smallest = found.smallest
+        assert smallest is not None
         return [
             state(
                 "No policy fits {budget}: the smallest peak is {peak}, by {name} ({policy}), "
@@ -240,19 +255,12 @@ def _is_same(one: Tried, other: Tried) -> bool:
 # --- what holds the peak --------------------------------------------------------------------------
 
 
-def subject(found: Quantities) -> Tried | None:
-    """Returns whose peak is explained: the winner, else what comes closest to the budget."""
-    if found.best is not None:
-        return found.best
-    return min(found.tried, key=lambda tried: tried.peak.value, default=None)
-
-
 def _peak(found: Quantities) -> list[Fact]:
-    tried = subject(found)
+    tried = found.subject
     if tried is None:
         return []
     phase = tried.measurement.peak_phase
-    facts = [
+    return [
         state(
             "The peak of {name}, {allocated} of tensors, is " + _ALIVE[phase],
             name=tried.name,
@@ -263,7 +271,6 @@ def _peak(found: Quantities) -> list[Fact]:
         *_fixed(found, tried),
         *_floor(found),
     ]
-    return facts
 
 
 def _phases(tried: Tried) -> list[Fact]:

@@ -18,7 +18,8 @@ from typing import Any
 from sac_search import units
 
 _WIDTH = 100
-_DIGITS_OF_RATE = 3
+# Smaller rates, in ms per MiB, are told in µs.
+_SMALL_RATE = 0.1
 # Smaller parts are told to a tenth of a hundredth.
 _SMALL_SHARE = 0.1
 # Less is told in MiB.
@@ -48,7 +49,7 @@ class Unit(enum.StrEnum):
     GIB = "GiB"
     """Bytes of a whole step, printed in GiB unless that is next to nothing."""
     MIB = "MiB"
-    """Bytes of a part of it, printed in MiB."""
+    """Bytes of a part of it, printed in MiB unless they are many."""
     SECONDS = "seconds"
     """Seconds of a step."""
     CHANGE = "change"
@@ -56,7 +57,7 @@ class Unit(enum.StrEnum):
     SHARE = "share"
     """A part of a whole."""
     RATE = "seconds per byte"
-    """Step time for memory, printed in ms per MiB."""
+    """Step time for memory, printed in ms or µs per MiB."""
     COUNT = "count"
     """Things."""
 
@@ -328,13 +329,21 @@ def _format_gib(size_bytes: float) -> str:
     return units.format_mib(size_bytes) if is_small else units.format_gib(size_bytes)
 
 
+def _format_mib(size_bytes: float) -> str:
+    is_large = abs(size_bytes) >= units.GIB
+    return units.format_gib(size_bytes) if is_large else units.format_mib(size_bytes)
+
+
 def _format_rate(seconds_per_byte: float) -> str:
-    return f"{seconds_per_byte * units.MIB * 1e3:.{_DIGITS_OF_RATE}f} ms per MiB"
+    milliseconds = seconds_per_byte * units.MIB * 1e3
+    if abs(milliseconds) < _SMALL_RATE:
+        return f"{milliseconds * 1e3:.1f} µs per MiB"
+    return f"{milliseconds:.3f} ms per MiB"
 
 
 _FORMATS = {
     Unit.GIB: _format_gib,
-    Unit.MIB: units.format_mib,
+    Unit.MIB: _format_mib,
     Unit.SECONDS: units.format_seconds,
     Unit.CHANGE: units.format_percent,
     Unit.SHARE: lambda part: f"{part * 100:.1f}%" if part < _SMALL_SHARE else f"{part * 100:.0f}%",

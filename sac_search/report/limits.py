@@ -15,6 +15,8 @@ from sac_search.report.rows import is_fragmented
 _MOST_FRACTION = 0.5
 # What is worth a remedy, as a part of the peak.
 _MUCH_FRACTION = 0.05
+# What one layer works with, over what it keeps when it is left alone, at the very most.
+_WORKING_FACTOR = 3
 # Layers that keep less than this part of the peak hardly matter to it.
 _LITTLE_FRACTION = 0.1
 # Ranks that differ by more than this do so for a reason.
@@ -45,7 +47,7 @@ _CLIPPING_ADVICE = (
 
 def limits(found: Quantities) -> list[Fact]:
     """Returns what limits the step, each with what to do about it."""
-    tried = found.best or min(found.tried, key=lambda t: t.peak.value, default=None)
+    tried = found.subject
     if tried is None:
         return [_nothing_ran()]
     return [
@@ -83,7 +85,7 @@ def _floor_over_budget(found: Quantities) -> list[Fact]:
     return [
         state(
             "The budget is {lacking} under the floor, which checkpointing does not change",
-            "Use a larger budget, a smaller batch, or one of the remedies below.",
+            "Use a larger budget, or a smaller batch.",
             lacking=(floor - found.budget, Unit.GIB),
         )
     ]
@@ -100,9 +102,56 @@ def _peak_phase(found: Quantities, tried: Tried) -> list[Fact]:
         ]
     if phase is Phase.CLIPPING:
         return [state("Gradient clipping holds the peak, {peak}", _CLIPPING_ADVICE, peak=peak)]
-    if phase is Phase.LOSS:
-        return [state("The loss holds the peak, {peak}", _LOSS_ADVICE, peak=peak)]
-    return _layers_share(found, tried)
+    return [*(_loss(tried) or _outside(found, tried)), *_layers_share(found, tried)]
+
+
+def _loss(tried: Tried) -> list[Fact]:
+    """Returns what the loss takes for itself, where that may be much of the peak."""
+    forward, loss = tried.phase(Phase.FORWARD), tried.phase(Phase.LOSS)
+    if forward is None or loss is None or tried.measurement.peak_phase is Phase.FORWARD:
+        return []
+    own = loss - forward
+    if own.value < _MUCH_FRACTION * tried.allocated.value:
+        return []
+    where = "which holds the peak"
+    if tried.measurement.peak_phase is Phase.BACKWARD:
+        where = "and may still be there when the backward pass, which holds the peak, begins"
+    return [
+        state(
+            "What the model's output and the loss add to the forward pass is {own} at the least, "
+            + where,
+            _LOSS_ADVICE,
+            own=(own, Unit.GIB),
+        )
+    ]
+
+
+def _outside(found: Quantities, tried: Tried) -> list[Fact]:
+    """Returns what is at the peak that is neither state nor kept by layers, where it is too much.
+
+    Too much to be what one layer works with: its activations, their gradients and a few more.
+    """
+    kept = found.kept_by_layers(tried.candidate.policy)
+    optimizer = tried.phase(Phase.OPTIMIZER)
+    if kept is None or optimizer is None:
+        return []
+    rest = tried.allocated - kept - optimizer
+    largest = max(
+        (found.layer(kind, "alone_bytes") for kind in found.layer_prices),
+        key=lambda quantity: quantity.value,
+    )
+    if rest.value < max(_MUCH_FRACTION * tried.allocated.value, _WORKING_FACTOR * largest.value):
+        return []
+    return [
+        state(
+            "At the peak {rest} at the least is neither state nor kept by layers, and the largest "
+            "layer's activations are {largest}: so most of it lies outside the layers, in the "
+            "model's output or the loss",
+            _LOSS_ADVICE,
+            rest=(rest, Unit.MIB),
+            largest=(largest, Unit.MIB),
+        )
+    ]
 
 
 def _free_to_keep(tried: Tried) -> list[Fact]:
@@ -196,9 +245,9 @@ def _outside_the_layers(found: Quantities, tried: Tried) -> list[Fact]:
 
 def _smallest(found: Quantities) -> list[Fact]:
     """Returns how far down checkpointing was seen to go, where something fits."""
-    if found.best is None or found.result.needs_no_checkpointing:
+    smallest = found.smallest
+    if found.best is None or smallest is None or found.result.needs_no_checkpointing:
         return []
-    smallest = min(found.tried, key=lambda tried: tried.peak.value)
     if smallest.candidate.policy.key == found.best.candidate.policy.key:
         return []
     return [

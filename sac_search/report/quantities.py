@@ -28,6 +28,8 @@ class LayerGroup:
     """What they save; None when they are left alone."""
     layers: int
     """How many they are."""
+    has_last: bool = False
+    """Whether the layer that runs last is one of them."""
 
 
 class Tried:
@@ -107,6 +109,16 @@ class Quantities:
         return [found for c in self.result.candidates if (found := self._tried(c)) is not None]
 
     @property
+    def smallest(self) -> Tried | None:
+        """The candidate with the smallest peak; None when none has figures."""
+        return min(self.tried, key=lambda tried: tried.peak.value, default=None)
+
+    @property
+    def subject(self) -> Tried | None:
+        """Whose peak is explained: the winner's, else the smallest."""
+        return self.best or self.smallest
+
+    @property
     def parameters(self) -> Quantity | None:
         """Bytes of the parameters; None where dtypes are mixed or several ranks may share them."""
         environment = self.result.environment
@@ -128,7 +140,14 @@ class Quantities:
     def bound(self) -> Quantity | None:
         """The step time that no policy goes under, by the prices."""
         found = self.result.lower_bound_seconds
-        return None if found is None else Quantity(found, "lower_bound_seconds", Basis.BELIEVED)
+        path = "lower_bound_seconds"
+        return None if found is None else Quantity(found, path, self.price_basis)
+
+    @property
+    def price_basis(self) -> Basis:
+        """What stands behind prices: the search's beliefs, or rates where nothing was measured."""
+        is_forecast = self.result.evidence is Evidence.FORECAST
+        return Basis.FORECAST if is_forecast else Basis.BELIEVED
 
     # --- what the search believes -----------------------------------------------------------------
 
@@ -156,12 +175,12 @@ class Quantities:
     def save(self, kind: str, label: str, field: str) -> Quantity:
         """Returns a field of what one layer of a kind gains or keeps by saving a label."""
         price, path = self.save_prices[kind, label]
-        return Quantity(getattr(price, field), f"{path}.{field}", Basis.BELIEVED)
+        return Quantity(getattr(price, field), f"{path}.{field}", self.price_basis)
 
     def layer(self, kind: str, field: str) -> Quantity:
         """Returns a field of what checkpointing one layer of a kind costs, or frees."""
         price, path = self.layer_prices[kind]
-        return Quantity(getattr(price, field), f"{path}.{field}", Basis.BELIEVED)
+        return Quantity(getattr(price, field), f"{path}.{field}", self.price_basis)
 
     def kept(self, group: LayerGroup) -> Quantity:
         """Returns what one layer of a group keeps from its forward to its backward."""
@@ -195,10 +214,12 @@ class Quantities:
         choices = self._space.choices_of(policy)
         if policy.compiled is not None or choices is None or not self.layer_prices:
             return []
-        counted = Counter((layer.kind, choices.get(layer.name)) for layer in self.result.layers)
+        treated = [(layer.kind, choices.get(layer.name)) for layer in self.result.layers]
         return [
-            LayerGroup(kind=kind, labels=labels, layers=count)
-            for (kind, labels), count in counted.items()
+            LayerGroup(
+                kind=kind, labels=labels, layers=count, has_last=(kind, labels) == treated[-1]
+            )
+            for (kind, labels), count in Counter(treated).items()
             if kind in self.layer_prices
         ]
 

@@ -7,8 +7,17 @@ from dataclasses import dataclass, replace
 from sac_search.report.facts import Basis, Fact, Quantity, Unit, exactly, state, total
 from sac_search.report.quantities import LayerGroup, Quantities, Tried
 
-# So many of the best buys are named.
-_MOST_OFFERS = 3
+# So many of each sort are named, the weightiest.
+_MOST_ALIKE = 3
+_OF_THE_LAST = (
+    "Not so the last one: its backward comes first, so what it would recompute is needed at once."
+)
+_LAST_FIRST = (
+    "The last layer is the one to begin with: its backward comes first, so what it would keep is "
+    "needed at once in any case, and the peak hardly rises."
+)
+# Prices that are off by more than this part of what was measured are called rough.
+_FAR_FRACTION = 0.25
 # A gain of a smaller part of the step is not worth a sentence.
 _SMALLEST_GAIN_FRACTION = 0.001
 
@@ -28,6 +37,7 @@ def saving(found: Quantities) -> list[Fact]:
         *_all_together(found, groups, best),
         *_saved(found, checkpointed),
         *_policy_function(found, checkpointed),
+        *_nothing_pays(found, checkpointed),
         *_left_alone(found, groups),
         *_offers(found, checkpointed, best),
         *_next_alone(found, checkpointed, best),
@@ -57,6 +67,8 @@ def _of_compiled(found: Quantities) -> list[Fact]:
 def _all_together(found: Quantities, groups: list[LayerGroup], best: Tried) -> list[Fact]:
     """Returns what the winner spares against full checkpointing by the prices, and measured."""
     full = found.full
+    if found.price_basis is Basis.FORECAST:
+        return []  # the same prices on both sides
     if full is None or full.candidate.policy.key == best.candidate.policy.key:
         return []
     spared = []
@@ -65,12 +77,17 @@ def _all_together(found: Quantities, groups: list[LayerGroup], best: Tried) -> l
         if group.labels is not None:
             one -= found.recomputed(group)
         spared.append(one * exactly(group.layers))
+    by_prices, measured = total(spared), full.seconds - best.seconds
+    are_apart = abs(by_prices.value - measured.value) > _FAR_FRACTION * abs(measured.value)
     return [
         state(
             "Against recomputing all of every layer the winner spares {spared} of a step by the "
             "prices that follow, and was {measured} faster",
-            spared=(total(spared), Unit.SECONDS),
-            measured=(full.seconds - best.seconds, Unit.SECONDS),
+            "The two are far apart: trust the order of the prices more than their size."
+            if are_apart
+            else "",
+            spared=(by_prices, Unit.SECONDS),
+            measured=(measured, Unit.SECONDS),
         )
     ]
 
@@ -106,62 +123,105 @@ def _policy_function(found: Quantities, groups: list[LayerGroup]) -> list[Fact]:
     saving_groups = [group for group in groups if group.labels]
     if not saving_groups:
         return []
+    count = sum(group.layers for group in saving_groups)
     costs = [
         found.layer(group.kind, "policy_seconds") * exactly(group.layers) for group in saving_groups
     ]
     return [
         state(
-            "Asking the policy about every op of the {count} layers that save something takes "
+            "Asking the policy about every op, in {count} {layers} that {save} something, takes "
             "{seconds} of a step",
-            count=(exactly(sum(group.layers for group in saving_groups)), Unit.COUNT),
+            count=(exactly(count), Unit.COUNT),
+            layers=_layers(count),
+            save="save" if count > 1 else "saves",
             seconds=(total(costs), Unit.SECONDS),
         )
     ]
 
 
+def _nothing_pays(found: Quantities, groups: list[LayerGroup]) -> list[Fact]:
+    """Returns the kinds whose layers save nothing since asking the policy costs more."""
+    facts: list[tuple[float, Fact]] = []
+    for kind in dict.fromkeys(group.kind for group in groups if not group.labels):
+        gain = found.layer(kind, "recompute_seconds") - found.layer(kind, "fixed_seconds")
+        policy = found.layer(kind, "policy_seconds")
+        if policy.value < gain.value:
+            continue
+        fact = state(
+            "Saving pays in no layer of {kind}: asking the policy about its ops takes {policy}, "
+            "and all that could be saved spares {gain}",
+            kind=kind,
+            policy=(policy, Unit.SECONDS),
+            gain=(gain, Unit.SECONDS),
+        )
+        facts.append((policy.value, fact))
+    return _weightiest(facts)
+
+
+def _weightiest(facts: list[tuple[float, Fact]]) -> list[Fact]:
+    """Returns the few facts that weigh most, of pairs of a weight and a fact."""
+    return [fact for _, fact in sorted(facts, key=lambda pair: -pair[0])[:_MOST_ALIKE]]
+
+
 def _left_alone(found: Quantities, groups: list[LayerGroup]) -> list[Fact]:
-    facts = []
+    facts: list[tuple[float, Fact]] = []
     for group in groups:
         if group.labels is not None:
             continue
         plain = replace(group, labels=frozenset())
-        facts.append(
-            state(
-                "{count} {layers} of {kind} {are} left alone: checkpointing {one} would free "
-                "{freed} and cost {seconds} of a step",
-                count=(exactly(group.layers), Unit.COUNT),
-                layers=_layers(group.layers),
-                are="are" if group.layers > 1 else "is",
-                one="one of them" if group.layers > 1 else "it",
+        seconds = (found.recomputed(plain), Unit.SECONDS)
+        less = found.kept(group) - found.kept(plain)
+        if group.has_last and group.layers == 1:
+            fact = state(
+                "The last layer, of {kind}, is left alone: its backward comes first, so that "
+                "checkpointing it would cost {seconds} of a step and hardly lower the peak",
                 kind=group.kind,
-                freed=(found.kept(group) - found.kept(plain), Unit.MIB),
-                seconds=(found.recomputed(plain), Unit.SECONDS),
+                seconds=seconds,
             )
+            facts.append((less.value, fact))
+            continue
+        fact = state(
+            "{count} {layers} of {kind} {are} left alone: checkpointing {one} would keep {less} "
+            "less and cost {seconds} of a step",
+            _OF_THE_LAST if group.has_last else "",
+            count=(exactly(group.layers), Unit.COUNT),
+            layers=_layers(group.layers),
+            are="are" if group.layers > 1 else "is",
+            one="one of them" if group.layers > 1 else "it",
+            kind=group.kind,
+            less=(less, Unit.MIB),
+            seconds=seconds,
         )
-    return facts
+        facts.append((less.value, fact))
+    return _weightiest(facts)
 
 
 def _next_alone(found: Quantities, groups: list[LayerGroup], best: Tried) -> list[Fact]:
-    facts = []
+    facts: list[tuple[float, Fact]] = []
     for group in groups:
         alone = replace(group, labels=None)
         seconds, kept = found.recomputed(group), found.kept(alone) - found.kept(group)
         if seconds.value <= 0:
             continue
-        facts.append(
-            state(
-                "Leaving alone a layer of {kind} that {what} (one of {count}) would spare "
-                "{seconds} and keep {kept} more: {rate}",
-                _fits_advice(found, best, kept),
-                count=(exactly(group.layers), Unit.COUNT),
-                kind=group.kind,
-                what=_describe(group),
-                seconds=(seconds, Unit.SECONDS),
-                kept=(kept, Unit.MIB),
-                rate=_rate(seconds, kept),
-            )
+        parts: dict[str, tuple[Quantity, Unit] | str] = {
+            "kind": group.kind,
+            "what": _describe(group, plural=group.layers > 1),
+            "seconds": (seconds, Unit.SECONDS),
+            "kept": (kept, Unit.MIB),
+            "rate": _rate(seconds, kept),
+        }
+        which = "the only layer"
+        if group.layers > 1:
+            which = "one of the {count} layers"
+            parts["count"] = (exactly(group.layers), Unit.COUNT)
+        fact = state(
+            f"Leaving alone {which} of {{kind}} that {{what}} would spare {{seconds}} and keep "
+            "{kept} more: {rate}",
+            _LAST_FIRST if group.has_last else _fits_advice(found, best, kept),
+            **parts,
         )
-    return facts
+        facts.append((seconds.value / max(kept.value, 1), fact))
+    return _weightiest(facts)
 
 
 def _offers(found: Quantities, groups: list[LayerGroup], best: Tried) -> list[Fact]:
@@ -193,7 +253,7 @@ def _offers(found: Quantities, groups: list[LayerGroup], best: Tried) -> list[Fa
             kept=(offer.kept, Unit.MIB),
             rate=_rate(offer.seconds, offer.kept),
         )
-        for offer in list(different.values())[:_MOST_OFFERS]
+        for offer in list(different.values())[:_MOST_ALIKE]
     ]
 
 
@@ -218,19 +278,20 @@ def _rate(seconds: Quantity, kept: Quantity) -> tuple[Quantity, Unit] | str:
 
 
 def _fits_advice(found: Quantities, best: Tried, kept: Quantity) -> str:
-    if kept.value > found.budget.value - best.peak.value:
+    # What a caching allocator will reserve is not known of a forecast.
+    if found.price_basis is Basis.FORECAST or kept.value > found.budget.value - best.peak.value:
         return ""
-    return "That is no more than what the budget has left: a longer search may take it."
+    return "That much is left of the budget."
 
 
 def _layers(count: float) -> str:
     return "layers" if count > 1 else "layer"
 
 
-def _describe(group: LayerGroup) -> str:
+def _describe(group: LayerGroup, *, plural: bool = False) -> str:
     if not group.labels:
-        return "recomputes all"
-    return f"saves {', '.join(sorted(group.labels))}"
+        return "recompute all" if plural else "recomputes all"
+    return f"{'save' if plural else 'saves'} {', '.join(sorted(group.labels))}"
 
 
 # --- the whole trade-off --------------------------------------------------------------------------
@@ -252,7 +313,9 @@ def more_memory(found: Quantities) -> list[Fact]:
     points = [
         _Point(
             budget=Quantity(point.budget_bytes, f"{path}.budget_bytes", Basis.GIVEN),
-            overhead=Quantity(point.overhead_seconds, f"{path}.overhead_seconds", Basis.BELIEVED),
+            overhead=Quantity(
+                point.overhead_seconds, f"{path}.overhead_seconds", found.price_basis
+            ),
             policy=point.policy.describe(),
         )
         for point, path in found.frontier
@@ -297,8 +360,8 @@ def _step_up(found: Quantities, own: _Point, point: _Point) -> Fact:
             gain=(gain, Unit.SECONDS),
         )
     return state(
-        "{more} more ({budget}) would spare {gain} of a step: {overhead} above no checkpointing, "
-        "where the plan for the present budget has {own} ({policy})",
+        "{more} more ({budget}) would spare {gain} of a step, with {policy}: {overhead} above no "
+        "checkpointing instead of the {own} that the plan for the present budget has",
         more=(more, Unit.MIB),
         budget=(point.budget, Unit.GIB),
         gain=(gain, Unit.SECONDS),
@@ -310,8 +373,10 @@ def _step_up(found: Quantities, own: _Point, point: _Point) -> Fact:
 
 def _step_down(found: Quantities, own: _Point, point: _Point) -> Fact:
     loss = point.overhead - own.overhead
+    is_little = loss.value <= _noise_seconds(found)
     return state(
-        "{less} less ({budget}) would cost {loss} of a step ({policy})",
+        "{less} less ({budget}) would cost {loss} of a step, with {policy}"
+        + (": less than a measurement shows" if is_little else ""),
         less=(own.budget - point.budget, Unit.MIB),
         budget=(point.budget, Unit.GIB),
         loss=(loss, Unit.SECONDS),

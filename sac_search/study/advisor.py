@@ -18,13 +18,7 @@ from sac_search.planning import DryRun, PlannedPolicy, PolicyPlanner, Prices
 from sac_search.profile import Profile
 from sac_search.space import Assignment, Choices, RunMode, SearchSpace
 from sac_search.study.candidate import Candidate
-from sac_search.study.insights import (
-    FrontierEstimate,
-    Insights,
-    LayerPrice,
-    SavePrice,
-    budgets_along,
-)
+from sac_search.study.insights import FrontierEstimate, Insights, budgets_along, price_list
 from sac_search.study.neighbours import all_neighbours
 
 # Draws until a policy is met that was not measured; each is drawn from further afield.
@@ -167,34 +161,9 @@ class Advisor:
 
     def insights(self) -> Insights:
         """Returns what is believed of costs, and the trade-off as far as it is planned in time."""
-        profile, prices = self._profile, self._costs.prices()
-        counts = [profile.order.count(index) for index in range(len(profile.kinds))]
-        kinds = list(zip(profile.kinds, prices, counts, strict=True))
-        return Insights(
-            saves=tuple(
-                SavePrice(
-                    kind=kind.name, label=label, layers=count, seconds=seconds, kept_bytes=kept
-                )
-                for kind, price, count in kinds
-                for seconds, label, kept in sorted(
-                    zip(price.label_seconds, kind.labels, kind.label_bytes, strict=True),
-                    reverse=True,
-                )
-            ),
-            layers=tuple(
-                LayerPrice(
-                    kind=kind.name,
-                    layers=count,
-                    recompute_seconds=price.other_seconds + sum(price.label_seconds),
-                    fixed_seconds=price.other_seconds,
-                    policy_seconds=price.policy_seconds,
-                    plain_bytes=kind.plain_bytes,
-                    alone_bytes=kind.alone_bytes,
-                )
-                for kind, price, count in kinds
-            ),
-            frontier=self._frontier(prices),
-        )
+        prices = self._costs.prices()
+        saves, layers = price_list(self._profile, prices)
+        return Insights(saves=saves, layers=layers, frontier=self._frontier(prices))
 
     def _frontier(self, prices: Prices) -> tuple[FrontierEstimate, ...]:
         lowest, highest = (

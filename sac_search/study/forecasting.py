@@ -6,6 +6,7 @@ are compared with each other and never with a measured one.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from sac_search.cost_model import CostModel, Observation
@@ -18,6 +19,7 @@ from sac_search.space import Choices, SearchSpace
 from sac_search.study.baselines import FULL, NONE, baselines
 from sac_search.study.candidate import Candidate, rank
 from sac_search.study.finish import Winner
+from sac_search.study.insights import FrontierEstimate, Insights, budgets_along, price_list
 from sac_search.study.measurer import Measurer, dry_runs, profile_of
 from sac_search.study.store import StudyStore
 
@@ -25,6 +27,9 @@ from sac_search.study.store import StudyStore
 # before a step was run; this much of the budget is left for it.
 RESERVE_FRACTION = 0.05
 _PLAN_FRACTIONS = (0.95, 1.0, 0.9, 0.85)
+# Of the whole trade-off: seconds for all of it, and dry runs for each budget.
+_MOST_SECONDS = 20.0
+_DRY_RUNS = 3
 
 
 class ForecastStudy:
@@ -74,6 +79,7 @@ class ForecastStudy:
             best = ranked[0] if ranked else None
         bound = self._planner.bound(self._limit_bytes, self._prices)
         self._store.write("bound_overhead_seconds", bound)
+        self._store.write("insights", self._insights())
         self._store.write("winner", best.policy.key if best is not None else None)
         return Winner(best=best, verification=None, rejected=())
 
@@ -87,6 +93,32 @@ class ForecastStudy:
             if planned is not None and planned.policy.key not in self._found:
                 name = f"plan at {fraction:.0%}"
                 self._add(name, planned.policy, planned.choices, is_baseline=False)
+
+    def _insights(self) -> Insights:
+        """Returns what rates say of costs, and the trade-off as far as it is planned in time."""
+        saves, layers = price_list(self._profile, self._prices)
+        lowest, highest = (
+            round(max(sample.phase_peak_bytes.values()) / (1 - RESERVE_FRACTION))
+            for sample in (self._profile.least_kept, self._profile.most_kept)
+        )
+        deadline = time.monotonic() + _MOST_SECONDS
+        frontier = []
+        for budget_bytes in budgets_along(self._store.budget_bytes, lowest, highest):
+            if time.monotonic() > deadline:
+                break
+            limit = round((1 - RESERVE_FRACTION) * budget_bytes)
+            planned = self._planner.plan(limit, self._prices, dry_runs=_DRY_RUNS)
+            if planned is not None:
+                frontier.append(
+                    FrontierEstimate(
+                        budget_bytes=budget_bytes,
+                        peak_bytes=planned.peak_bytes,
+                        overhead_seconds=planned.overhead_seconds,
+                        policy=planned.policy,
+                    )
+                )
+        frontier.sort(key=lambda estimate: estimate.budget_bytes)
+        return Insights(saves=saves, layers=layers, frontier=tuple(frontier))
 
     def _add(self, name: str, policy: Policy, choices: Choices, *, is_baseline: bool) -> None:
         peaks = self._dry_run(policy)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sac_search.planning import Prices
 from sac_search.policy import Policy
+from sac_search.profile import Profile
 from sac_search.records import Bytes
 from sac_search.units import GIB
 
@@ -79,6 +81,36 @@ class Insights:
     """The layer kinds, in the order in which they run."""
     frontier: tuple[FrontierEstimate, ...]
     """The trade-off, from the smallest budget to the largest; the study's own among them."""
+
+
+def price_list(
+    profile: Profile, prices: Prices
+) -> tuple[tuple[SavePrice, ...], tuple[LayerPrice, ...]]:
+    """Returns what saving buys and what checkpointing costs, in each kind of a profile's layers."""
+    kinds = [
+        (kind, price, profile.order.count(index))
+        for index, (kind, price) in enumerate(zip(profile.kinds, prices, strict=True))
+    ]
+    saves = tuple(
+        SavePrice(kind=kind.name, label=label, layers=count, seconds=seconds, kept_bytes=kept)
+        for kind, price, count in kinds
+        for seconds, label, kept in sorted(
+            zip(price.label_seconds, kind.labels, kind.label_bytes, strict=True), reverse=True
+        )
+    )
+    layers = tuple(
+        LayerPrice(
+            kind=kind.name,
+            layers=count,
+            recompute_seconds=price.other_seconds + sum(price.label_seconds),
+            fixed_seconds=price.other_seconds,
+            policy_seconds=price.policy_seconds,
+            plain_bytes=kind.plain_bytes,
+            alone_bytes=kind.alone_bytes,
+        )
+        for kind, price, count in kinds
+    )
+    return saves, layers
 
 
 def budgets_along(budget_bytes: int, lowest_bytes: int, highest_bytes: int) -> list[int]:

@@ -76,6 +76,10 @@ class Injecting:
 
     def on_note(self, text: str) -> None: ...
 
+    def on_known(
+        self, candidates: Sequence[Candidate], trials_done: int, budget_bytes: int
+    ) -> None: ...
+
     def on_candidate(self, candidate: Candidate, trials_done: int, budget_bytes: int) -> None:
         self.candidates.append(candidate)
         if candidate.is_ruled_out:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +40,10 @@ class Watching:
     def on_phase(self, name: str, total: int | None = None) -> None: ...
 
     def on_note(self, text: str) -> None: ...
+
+    def on_known(
+        self, candidates: Sequence[Candidate], trials_done: int, budget_bytes: int
+    ) -> None: ...
 
     def on_candidate(self, candidate: Candidate, trials_done: int, budget_bytes: int) -> None:
         if trials_done:

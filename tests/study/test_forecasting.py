@@ -73,6 +73,29 @@ def test_nothing_is_measured_and_the_best_plan_wins() -> None:
         assert candidate.step_seconds == pytest.approx(expected, rel=0.01)
 
 
+def test_prices_and_the_trade_off_are_kept_by_the_rates() -> None:
+    script = measurer()
+    store = memory_store(script, BUDGET_BYTES)
+    winner = forecast(script, store)
+
+    insights = store.insights
+    assert insights is not None and winner.best is not None
+    traced = sum(op.seconds for op in script.layers[0].ops)
+    [layer] = insights.layers
+    assert layer.layers == 6
+    assert layer.recompute_seconds == pytest.approx(traced, rel=0.01)
+    assert {save.kind for save in insights.saves} == {layer.kind}
+    none_seconds = script.step_seconds(NO_CHECKPOINTING)
+    for point in insights.frontier:
+        assert point.peak_bytes == script.peak_bytes(point.policy)
+        assert point.peak_bytes <= round((1 - RESERVE_FRACTION) * point.budget_bytes)
+        expected = script.step_seconds(point.policy) - none_seconds
+        assert point.overhead_seconds == pytest.approx(expected, abs=0.01 * none_seconds)
+    own = next(p for p in insights.frontier if p.budget_bytes == BUDGET_BYTES)
+    assert own.policy.key == winner.best.policy.key
+    assert insights.frontier[-1].policy == NO_CHECKPOINTING
+
+
 def test_a_part_of_the_budget_is_left_for_what_is_reserved() -> None:
     script = measurer()
     winner = forecast(script, memory_store(script, BUDGET_BYTES))
