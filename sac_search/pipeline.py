@@ -122,9 +122,9 @@ def run_forecast(
         store.write(
             "arguments", (*options.arguments(), "--forecast", store.environment.device_name)
         )
+        listener.on_phase("export")
         if options.report:
             _draw(store, measurer, winner, listener)
-        listener.on_phase("export")
         result = make_result(store, winner, "forecast", False, description.notes)
         write_files(result, store.folder)
         if options.report:
@@ -268,9 +268,9 @@ class _Stages:
             winner = self._winner(store, interrupted)
             store.write("arguments", self.options.arguments())
             store.write("stop_reason", reason)
+            self.listener.on_phase("export")
             if self.options.report and not interrupted:
                 _draw(store, self.measurer, winner, self.listener)
-            self.listener.on_phase("export")
             result = make_result(store, winner, reason, interrupted, self.description.notes)
             write_files(result, store.folder)
             store.write("is_finished", not interrupted)
