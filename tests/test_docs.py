@@ -44,6 +44,7 @@ NOT_RUN = {
     ("concepts/compile.md", "compiling takes long"),
     ("concepts/compile.md", "compiles for minutes"),
     ("concepts/ranks.md", "needs a process group"),
+    ("reading.md", "serves until it is interrupted"),
     ("concepts/ranks.md", "needs several processes with accelerators"),
 }
 
