@@ -90,7 +90,7 @@ def in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         return storages.setdefault(path, optuna.storages.InMemoryStorage())
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    monkeypatch.setattr(store_module, "_storage", storage)
+    monkeypatch.setattr(store_module, "storage_at", storage)
 
 
 def document(root: Path) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from shapes import LENGTHS, SHAPES, build
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -97,6 +98,9 @@ def peak_under(workload: Workload, policy: Policy) -> int:
     return max(peaks)
 
 
+_NO_GROUPED_MM = "the grouped matmul of torch 2.9 takes bf16 alone"
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_it_is_searched_and_trains_the_same(
     name: str, train: Callable[[str, Path], Any], tmp_path: Path
@@ -109,6 +113,8 @@ def test_it_is_searched_and_trains_the_same(
             importlib.import_module(library)
         except RuntimeError as error:  # timm, where torchvision's wheel does not load
             pytest.skip(f"{library} cannot be imported: {error}")
+    if name == "mixture of experts" and tiny.RELEASE < (2, 12):
+        pytest.skip(_NO_GROUPED_MM)
     build(name)  # imports what it needs
     gc.collect()
     gc.freeze()
@@ -149,6 +155,7 @@ class Chosen(TorchDispatchMode):
         return found
 
 
+@pytest.mark.skipif(tiny.RELEASE < (2, 12), reason=_NO_GROUPED_MM)
 def test_a_token_goes_to_the_same_experts_when_they_are_chosen_again() -> None:
     """Mixtral scales the weights that topk returns in place, so they can't be saved: it runs again.
 

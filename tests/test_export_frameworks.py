@@ -30,6 +30,7 @@ from tiny import (
     HIDDEN,
     MM,
     NORM,
+    RELEASE,
     Block,
     Run,
     Stack,
@@ -315,6 +316,7 @@ def test_ddp_trains_the_same_in_either_order(process_group: None, policy: Any) -
         assert [type(block) for block in model.blocks] == [Block, Block]
 
 
+@pytest.mark.skipif(RELEASE < (2, 12), reason="dynamo of torch 2.9 takes no object here")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("blockwise", [False, True])
 def test_a_model_that_ran_compiled_is_compiled_anew(blockwise: bool, policy: Any) -> None:
@@ -575,6 +577,7 @@ TWICE = {
 }
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # torch 2.9 warns of reentrant wrappers
 @pytest.mark.parametrize("how", TWICE)
 def test_checkpointing_twice_is_refused_and_changes_nothing(how: str, policy: Any) -> None:
     prepare, message = TWICE[how]
@@ -699,6 +702,7 @@ def test_hf_caches_are_switched_off_aloud(llama: Any, llama_policy: Any) -> None
     assert model.config.use_cache is False
 
 
+@pytest.mark.skipif(RELEASE < (2, 12), reason="torch 2.9 raises nothing here")
 def test_hf_models_with_a_cache_fail_without_it(llama: Any, llama_policy: Any) -> None:
     """Why there is `apply_hf`. When this no longer fails, its docstring says too much."""
     model = llama_policy.apply(llama())

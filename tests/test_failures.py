@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tiny import HIDDEN, MM, Stack, stack, tokens
+from tiny import HIDDEN, MM, RELEASE, Stack, stack, tokens
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError, set_checkpoint_debug_enabled
 
@@ -15,6 +15,10 @@ from sac_search.apply import applied
 from sac_search.failures import NonFiniteLoss, failure_from, make_failure
 from sac_search.policy import Tier, checkpoint_layers
 from sac_search.records import FailureKind
+
+says_something_else = pytest.mark.skipif(
+    RELEASE < (2, 12), reason="torch 2.9 says: Trying to backward an extra time"
+)
 
 
 def error_of(step: Callable[[], object]) -> BaseException:
@@ -118,8 +122,16 @@ SAVE_MM = Tier(ops=(MM,))
             FailureKind.MUTATED_SAVED_TENSOR,
             "has been mutated",
         ),
-        (GrowingCache, SAVE_MM, FailureKind.NOT_IN_STORAGE, "aten.cat.default encountered during"),
-        (MoreMatmuls, SAVE_MM, FailureKind.NOT_IN_STORAGE, "invocation index 1 encountered during"),
+        pytest.param(
+            *(GrowingCache, SAVE_MM, FailureKind.NOT_IN_STORAGE),
+            "aten.cat.default encountered during",
+            marks=says_something_else,
+        ),
+        pytest.param(
+            *(MoreMatmuls, SAVE_MM, FailureKind.NOT_IN_STORAGE),
+            "invocation index 1 encountered during",
+            marks=says_something_else,
+        ),
         (OtherShape, Tier(), FailureKind.RECOMPUTE_MISMATCH, "have different metadata"),
         (FewerTensors, Tier(), FailureKind.RECOMPUTE_MISMATCH, "A different number of tensors"),
         (ModeChanges, Tier(), FailureKind.RECOMPUTE_MISMATCH, "A different number of tensors"),

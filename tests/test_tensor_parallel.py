@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import pytest
+import tiny
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -35,6 +36,10 @@ from sac_search.space import Granularity, build_space, unsavable_ops
 from sac_search.trace import LayerTrace, trace_layers
 from sac_search.worker.session import Session, SessionSettings
 from sac_search.workload import Workload
+
+pytestmark = pytest.mark.skipif(
+    tiny.RELEASE < (2, 12), reason="on torch 2.9's fake process group the loss is NaN"
+)
 
 CPU = torch.device("cpu")
 WIDTH = 16

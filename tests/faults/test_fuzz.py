@@ -124,7 +124,7 @@ def templates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Templat
     root = tmp_path_factory.mktemp("fuzz")
     with pytest.MonkeyPatch.context() as monkeypatch:
         # One connection for all cases: most of the time goes into making it.
-        monkeypatch.setattr(store_module, "_storage", functools.cache(store_module._storage))
+        monkeypatch.setattr(store_module, "storage_at", functools.cache(store_module.storage_at))
         found = [Template(root / str(evidence), evidence) for evidence in Evidence]
         for template in found:
             assert read_file(template.folder) is not None

@@ -200,7 +200,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     folder = tmp_path_factory.mktemp("stage")
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.chdir(folder)
-        monkeypatch.setattr(store_module, "_storage", functools.cache(store_module._storage))
+        monkeypatch.setattr(store_module, "storage_at", functools.cache(store_module.storage_at))
         stage = Stage(folder)
         for module in (api, cli):
             monkeypatch.setattr(module, "WorkerClient", stage.client)
