@@ -31,7 +31,7 @@ from sac_search.device import (
 from sac_search.failures import NonFiniteLoss, UnawaitedCollective, failure_from
 from sac_search.forecast import foreign_tensor_bytes, track_step
 from sac_search.policy import Policy
-from sac_search.ranks import ALONE, Peers, unawaited_collectives
+from sac_search.ranks import ALONE, Peers, is_distributed, unawaited_collectives
 from sac_search.records import Measurement, Outcome
 from sac_search.workload import Workload
 from sac_search.workspaces import WorkspaceKey, learn_workspaces
@@ -125,19 +125,25 @@ class StepMeter:
     def _read_peak(
         self, policy: Policy | PolicyModule, compiling: _Compiling | None = None
     ) -> PeakReading:
-        if self.peers.size > 1 and self.device.type == "cpu" and compiled_by(policy) is None:
+        if self._is_counted and compiled_by(policy) is None:
             return self._count_peak(policy)
         with self.compiler.applied(policy), phases_marked(self.workload.model):
             if compiling is not None and compiled_by(policy) is not None:
                 compiling.seconds = self._warm_up()
             return read_peak(self._run_step, self.workload.drop_gradients, self.device)
 
-    def _count_peak(self, policy: Policy | PolicyModule) -> PeakReading:
-        """Counts the storages of a step, for ranks on the CPU.
+    @property
+    def _is_counted(self) -> bool:
+        """Whether peaks are counted: those of parameters that are spread over ranks on the CPU.
 
-        What they send each other is freed by threads of gloo, in which no profiler sees it: by its
+        What such layers send is freed by threads of gloo, in which no profiler sees it: by its
         record a peak would be too high, by another amount each time.
         """
+        is_spread = any(map(is_distributed, self.workload.parameters()))
+        return is_spread and self.peers.size > 1 and self.device.type == "cpu"
+
+    def _count_peak(self, policy: Policy | PolicyModule) -> PeakReading:
+        """Counts the storages of a step."""
         workspaces = self._workspaces
         if not workspaces:
             with self.compiler.applied(policy):
