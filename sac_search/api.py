@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from sac_search.device import Clock, find_device
+from sac_search.device import find_device
 from sac_search.distributed import (
     refuse_forecast_of_ranks,
     refuse_process_group,
@@ -25,11 +25,9 @@ from sac_search.options import Compile, Listener, SearchOptions
 from sac_search.pipeline import run_forecast, run_search, study_folder
 from sac_search.rates import default_rates, find_rates
 from sac_search.recipe import parse_recipe
-from sac_search.space import Granularity, LayerChoiceMode
 from sac_search.state import training_state_kept
 from sac_search.study.candidate import Candidate
 from sac_search.study.result import SearchResult
-from sac_search.study.sampler import SamplerName
 from sac_search.study.sharing import is_shared
 from sac_search.study.store import make_folder
 from sac_search.worker.client import Isolation, WorkerClient
@@ -269,21 +267,8 @@ def _options(budget_gb: float, options: dict[str, Any]) -> SearchOptions:
     unknown = [name for name in options if name not in known]
     if unknown:
         raise UsageError(f"search() takes no {unknown[0]!r}; it takes {', '.join(known)}")
-    enums: dict[str, Callable[[str], Any]] = {
-        "sampler": SamplerName,
-        "layer_choice": LayerChoiceMode,
-        "granularity": Granularity,
-        "clock": Clock,
-        "isolate": Isolation,
-        "compile": Compile,
-        "root": Path,
-    }
-    for name, convert in enums.items():
-        if isinstance(options.get(name), str):
-            try:
-                options[name] = convert(options[name])
-            except ValueError as error:
-                raise UsageError(str(error)) from None
+    if isinstance(options.get("root"), str):
+        options["root"] = Path(options["root"])
     return SearchOptions(budget_gb=budget_gb, **options)
 
 

@@ -158,9 +158,9 @@ class SearchOptions:
             return
         try:
             object.__setattr__(self, name, choices(value))
-        except ValueError:
+        except ValueError as error:
             raise UsageError(
-                f"{name} is {value!r}; it must be one of: {', '.join(choices)}"
+                f"{name} is {value!r}; it must be one of: {', '.join(choices)} ({error})"
             ) from None
 
     @property

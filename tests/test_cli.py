@@ -29,6 +29,8 @@ from sac_search.policy import NO_CHECKPOINTING, checkpoint_layers
 from sac_search.records import Outcome
 from sac_search.report import page
 from sac_search.report.page import _packed_plotly
+from sac_search.space import Granularity, LayerChoiceMode
+from sac_search.study.sampler import SamplerName
 from sac_search.units import GIB
 from sac_search.workload import build_workload, load_factory
 
@@ -552,9 +554,9 @@ def test_options_reach_the_search(empty: Path, monkeypatch: pytest.MonkeyPatch) 
         timeout_seconds=60,
         device="cpu",
         layers="h.*",
-        layer_choice=api.LayerChoiceMode.EACH,
+        layer_choice=LayerChoiceMode.EACH,
         batch_size=3,
-        sampler=api.SamplerName.RANDOM,
+        sampler=SamplerName.RANDOM,
         seed=5,
         steps=4,
         clock=Clock.WALL,
@@ -563,7 +565,7 @@ def test_options_reach_the_search(empty: Path, monkeypatch: pytest.MonkeyPatch) 
         study="mine",
         root=Path("elsewhere"),
         fresh=True,
-        granularity=api.Granularity.CLASS,
+        granularity=Granularity.CLASS,
         tiers=1,
         compile=api.Compile.SEARCH,
         compile_backend="aot_eager",
