@@ -18,7 +18,13 @@ from sac_search.planning import DryRun, PlannedPolicy, PolicyPlanner, Prices
 from sac_search.profile import Profile
 from sac_search.space import Assignment, Choices, RunMode, SearchSpace
 from sac_search.study.candidate import Candidate
-from sac_search.study.insights import FrontierEstimate, Insights, budgets_along, price_list
+from sac_search.study.insights import (
+    FrontierEstimate,
+    Insights,
+    budgets_along,
+    plan_frontier,
+    price_list,
+)
 from sac_search.study.neighbours import all_neighbours
 
 # Draws until a policy is met that was not measured; each is drawn from further afield.
@@ -170,21 +176,20 @@ class Advisor:
             self._peaks.expected(max(sample.phase_peak_bytes.values()))
             for sample in (self._profile.least_kept, self._profile.most_kept)
         )
-        deadline = time.monotonic() + _MOST_SECONDS
-        found = []
-        for budget_bytes in budgets_along(self._budget_bytes, lowest, highest):
-            if time.monotonic() > deadline:
-                break
-            limit = self._peaks.highest_forecast(budget_bytes)
-            planned = self._planner.plan(limit, prices, dry_runs=_DRY_RUNS)
-            if planned is None:
-                continue
+
+        def estimate(budget_bytes: int, planned: PlannedPolicy) -> FrontierEstimate:
             start_seconds = self._costs.start_seconds if planned.choices else 0.0
-            estimate = FrontierEstimate(
+            return FrontierEstimate(
                 budget_bytes=budget_bytes,
                 peak_bytes=self._peaks.expected(planned.peak_bytes),
                 overhead_seconds=planned.overhead_seconds + start_seconds,
                 policy=planned.policy,
             )
-            found.append(estimate)
-        return tuple(sorted(found, key=lambda estimate: estimate.budget_bytes))
+
+        return plan_frontier(
+            self._planner,
+            prices,
+            budgets_along(self._budget_bytes, lowest, highest),
+            limit_of=self._peaks.highest_forecast,
+            estimate=estimate,
+        )

@@ -6,12 +6,11 @@ are compared with each other and never with a measured one.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 from sac_search.cost_model import CostModel, Observation
 from sac_search.errors import WorkloadError
-from sac_search.planning import PhasePeaks, PolicyPlanner, Prices, overhead_of
+from sac_search.planning import PhasePeaks, PlannedPolicy, PolicyPlanner, Prices, overhead_of
 from sac_search.policy import Policy
 from sac_search.profile import Profile
 from sac_search.records import Evidence, Measurement, Outcome
@@ -19,7 +18,13 @@ from sac_search.space import Choices, SearchSpace
 from sac_search.study.baselines import FULL, NONE, baselines
 from sac_search.study.candidate import Candidate, rank
 from sac_search.study.finish import Winner
-from sac_search.study.insights import FrontierEstimate, Insights, budgets_along, price_list
+from sac_search.study.insights import (
+    FrontierEstimate,
+    Insights,
+    budgets_along,
+    plan_frontier,
+    price_list,
+)
 from sac_search.study.measurer import Measurer, dry_runs, profile_of
 from sac_search.study.store import StudyStore
 
@@ -27,9 +32,6 @@ from sac_search.study.store import StudyStore
 # before a step was run; this much of the budget is left for it.
 RESERVE_FRACTION = 0.05
 _PLAN_FRACTIONS = (0.95, 1.0, 0.9, 0.85)
-# Of the whole trade-off: seconds for all of it, and dry runs for each budget.
-_MOST_SECONDS = 20.0
-_DRY_RUNS = 3
 
 
 class ForecastStudy:
@@ -101,24 +103,23 @@ class ForecastStudy:
             round(max(sample.phase_peak_bytes.values()) / (1 - RESERVE_FRACTION))
             for sample in (self._profile.least_kept, self._profile.most_kept)
         )
-        deadline = time.monotonic() + _MOST_SECONDS
-        frontier = []
-        for budget_bytes in budgets_along(self._store.budget_bytes, lowest, highest):
-            if time.monotonic() > deadline:
-                break
-            limit = round((1 - RESERVE_FRACTION) * budget_bytes)
-            planned = self._planner.plan(limit, self._prices, dry_runs=_DRY_RUNS)
-            if planned is not None:
-                frontier.append(
-                    FrontierEstimate(
-                        budget_bytes=budget_bytes,
-                        peak_bytes=planned.peak_bytes,
-                        overhead_seconds=planned.overhead_seconds,
-                        policy=planned.policy,
-                    )
-                )
-        frontier.sort(key=lambda estimate: estimate.budget_bytes)
-        return Insights(saves=saves, layers=layers, frontier=tuple(frontier))
+
+        def estimate(budget_bytes: int, planned: PlannedPolicy) -> FrontierEstimate:
+            return FrontierEstimate(
+                budget_bytes=budget_bytes,
+                peak_bytes=planned.peak_bytes,
+                overhead_seconds=planned.overhead_seconds,
+                policy=planned.policy,
+            )
+
+        frontier = plan_frontier(
+            self._planner,
+            self._prices,
+            budgets_along(self._store.budget_bytes, lowest, highest),
+            limit_of=lambda budget_bytes: round((1 - RESERVE_FRACTION) * budget_bytes),
+            estimate=estimate,
+        )
+        return Insights(saves=saves, layers=layers, frontier=frontier)
 
     def _add(self, name: str, policy: Policy, choices: Choices, *, is_baseline: bool) -> None:
         peaks = self._dry_run(policy)

@@ -6,9 +6,11 @@ runs, corrected by the measured ones.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from sac_search.planning import Prices
+from sac_search.planning import PlannedPolicy, PolicyPlanner, Prices
 from sac_search.policy import Policy
 from sac_search.profile import Profile
 from sac_search.records import Bytes
@@ -19,6 +21,9 @@ _POINTS = 9
 # What more there might be is asked for in steps of this, or of a part of the whole range.
 _MORE_BYTES = GIB
 _MORE_FRACTION = 0.1
+# Of the whole trade-off: seconds for all of it, and dry runs for each budget.
+_MOST_SECONDS = 20.0
+_DRY_RUNS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +116,29 @@ def price_list(
         for kind, price, count in kinds
     )
     return saves, layers
+
+
+def plan_frontier(
+    planner: PolicyPlanner,
+    prices: Prices,
+    budgets: list[int],
+    *,
+    limit_of: Callable[[int], int],
+    estimate: Callable[[int, PlannedPolicy], FrontierEstimate],
+) -> tuple[FrontierEstimate, ...]:
+    """Returns the fastest policies under `budgets`, as many of the first as are planned in time.
+
+    `limit_of` says which forecast stands for a budget, `estimate` what a plan for it is worth.
+    """
+    deadline = time.monotonic() + _MOST_SECONDS
+    found = []
+    for budget_bytes in budgets:
+        if time.monotonic() > deadline:
+            break
+        planned = planner.plan(limit_of(budget_bytes), prices, dry_runs=_DRY_RUNS)
+        if planned is not None:
+            found.append(estimate(budget_bytes, planned))
+    return tuple(sorted(found, key=lambda point: point.budget_bytes))
 
 
 def budgets_along(budget_bytes: int, lowest_bytes: int, highest_bytes: int) -> list[int]:
