@@ -124,12 +124,12 @@ class PolicyPlanner:
                 }
             )
         # Rows that are right for another plan, one over the budget above all, may be far too high.
-        self._search_down(problem, sets, budget_bytes, prices, (dry_runs + 1) // 2)
+        self._search_down(kinds, sets, budget_bytes, prices, (dry_runs + 1) // 2)
         return self._best(budget_bytes, prices)
 
     def _search_down(
         self,
-        problem: Problem,
+        kinds: tuple[Kind, ...],
         sets: list[list[frozenset[str] | None]],
         budget_bytes: int,
         prices: Prices,
@@ -143,10 +143,10 @@ class PolicyPlanner:
         limit = budget_bytes
         while dry_runs > 0 and best is not None and limit > best.peak_bytes:
             dry_runs -= 1
-            anchored = self._anchored(problem, best, sets)
-            if anchored is None:
+            problem = self._anchored(kinds, best, sets)
+            if problem is None:
                 return
-            problem = self._taught[budget_bytes] = anchored
+            self._taught[budget_bytes] = problem
             plan = self._solver(problem, limit, tiers=self._space.tiers)
             if plan is None or plan.overhead_seconds > best.overhead_seconds - _SMALLEST_GAIN:
                 return
@@ -158,11 +158,11 @@ class PolicyPlanner:
 
     def _anchored(
         self,
-        problem: Problem,
+        kinds: tuple[Kind, ...],
         best: PlannedPolicy,
         sets: Sequence[Sequence[frozenset[str] | None]],
     ) -> Problem | None:
-        """Returns the problem with rows that are not too high for `best`.
+        """Returns the problem of these kinds with rows that are not too high for `best`.
 
         None where prices have changed since, and leave what it does out of the useful options.
         """
@@ -173,7 +173,7 @@ class PolicyPlanner:
                 return None
             options.append(sets[kind].index(wanted))
         plan = Plan(options=tuple(options), overhead_seconds=0.0, peak_bytes=best.peak_bytes)
-        first = replace(self._rows, kinds=problem.kinds)
+        first = replace(self._rows, kinds=kinds)
         found = _corrected(first, plan, self._dry[best.policy.key].peaks)
         # What a layer needs beyond what it keeps is its own: too little shows in a dry run, too
         # much hides what is never dry-run.
@@ -229,7 +229,7 @@ class PolicyPlanner:
         sets, kinds = self._kinds(prices)
         problem = replace(self._rows_near(budget_bytes), kinds=kinds)
         best = self._best(budget_bytes, prices)
-        problems = [problem, *([self._anchored(problem, best, sets)] if best is not None else [])]
+        problems = [problem, *([self._anchored(kinds, best, sets)] if best is not None else [])]
         limit = round(budget_bytes * (1 + _OPTIMISM))
         bounds = [lower_bound(rows, limit) for rows in problems if rows is not None]
         return min((bound for bound in bounds if bound is not None), default=None)
