@@ -60,7 +60,7 @@ class StepMeter:
     """The ranks whose steps these are."""
     compiler: Compiler = None  # type: ignore[assignment]
     """Applies policies, and compiles the model where they say so; one of its own by default."""
-    _workspaces: dict[WorkspaceKey, int] = field(default_factory=dict)
+    _learnt: list[dict[WorkspaceKey, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.compiler is None:
@@ -144,10 +144,9 @@ class StepMeter:
 
     def _count_peak(self, policy: Policy | PolicyModule) -> PeakReading:
         """Counts the storages of a step."""
-        workspaces = self._workspaces
-        if not workspaces:
+        if not self._learnt:
             with self.compiler.applied(policy):
-                workspaces.update(learn_workspaces(self._run_step, self.device))
+                self._learnt.append(learn_workspaces(self._run_step, self.device))
             self.workload.drop_gradients()
         gc.collect()
         counted = track_step(
@@ -155,7 +154,7 @@ class StepMeter:
             policy,
             device=self.device,
             foreign_bytes=foreign_tensor_bytes(self.workload, self.device),
-            workspaces=workspaces,
+            workspaces=self._learnt[0],
         )
         return PeakReading(phase_peak_bytes=counted.phase_peak_bytes)
 
