@@ -24,6 +24,7 @@ import runpy
 import shlex
 import shutil
 import sys
+import tempfile
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -119,6 +120,8 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
         folder = tmp_path_factory.mktemp("docs")
         patch.chdir(folder)
         patch.syspath_prepend(folder)
+        # Other tests look at the logs that are left where temporary files usually lie.
+        patch.setattr(tempfile, "tempdir", str(folder))
         for page in pages():
             names: dict[str, Any] = {"__name__": "docs"}
             for block in (block for block in RUN if block.page == page):
