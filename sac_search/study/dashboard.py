@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import socket
+import socketserver
+import threading
 from collections.abc import Iterable
 from pathlib import Path
+from wsgiref import simple_server
 
 import optuna
 
@@ -16,6 +18,7 @@ HOST = "127.0.0.1"
 """Whoever reaches the dashboard may change the study, so it listens to this machine alone."""
 
 _FOLDER = "artifacts"
+_POLL_SECONDS = 0.5
 _INSTALL = "pip install 'sac-search[dashboard]'"
 
 
@@ -60,17 +63,38 @@ def serve(store: StudyStore, port: int) -> None:
         UsageError: optuna-dashboard is not installed, or the port is taken.
     """
     try:
-        from optuna_dashboard import run_server
+        import optuna_dashboard
     except ModuleNotFoundError:
         raise UsageError(f"the dashboard needs optuna-dashboard: {_INSTALL}") from None
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((HOST, port))
-        except (OSError, OverflowError) as error:
-            raise UsageError(f"port {port} cannot be used ({error}); name another --port") from None
     artifacts = optuna.artifacts.FileSystemArtifactStore(store.folder / _FOLDER)
-    run_server(storage_at(store.path), host=HOST, port=port, artifact_store=artifacts)
+    app = optuna_dashboard.wsgi(storage_at(store.path), artifact_store=artifacts)
+    try:
+        server = simple_server.make_server(
+            HOST, port, app, server_class=_Server, handler_class=_Handler
+        )
+    except (OSError, OverflowError) as error:
+        raise UsageError(f"port {port} cannot be used ({error}); name another --port") from None
+    # Not in this thread: wsgiref takes an interrupt that comes while it answers for a failed
+    # request, and goes on.
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    with server:
+        thread.start()
+        try:
+            while thread.is_alive():
+                thread.join(_POLL_SECONDS)
+        finally:
+            server.shutdown()
+
+
+class _Server(socketserver.ThreadingMixIn, simple_server.WSGIServer):
+    daemon_threads = True
+    # A browser that keeps a connection open does not hold up the end.
+    block_on_close = False
+
+
+class _Handler(simple_server.WSGIRequestHandler):
+    def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
+        """Says nothing: a page asks every few seconds."""
 
 
 def _is_there(artifacts: optuna.artifacts.FileSystemArtifactStore, artifact_id: str) -> bool:

@@ -469,6 +469,8 @@ def open_study(folder: Path) -> StudyStore:
     path = folder / DATABASE_NAME
     if not os.path.isfile(path):
         raise StudyNotFound(f"there is no study in {folder} (no {DATABASE_NAME})")
+    if not _is_made(path):
+        raise StudyNotFound(f"{path} holds no study that was begun")
     with _reading(path):
         storage = storage_at(path)
         found = optuna.get_all_study_summaries(storage)
@@ -620,6 +622,22 @@ def storage_at(path: Path) -> optuna.storages.RDBStorage:
             )
     except RuntimeError as error:  # a database of another release of Optuna
         raise StudyFileError(f"{path} cannot be used as a study: {error}") from error
+
+
+def _is_made(path: Path) -> bool:
+    """Returns whether Optuna has made its tables in the file.
+
+    Opening a file in which it has not makes them, and two that do so at once meet: only whoever
+    makes the study may.
+    """
+    with contextlib.closing(_connect(path)) as connection:
+        try:
+            [count] = connection.execute("SELECT COUNT(*) FROM alembic_version").fetchone()
+        except sqlite3.OperationalError as error:
+            return "no such table" not in str(error)
+        except sqlite3.DatabaseError:  # no database: whoever opens it is told
+            return True
+    return bool(count)
 
 
 def _connect(path: Path) -> sqlite3.Connection:

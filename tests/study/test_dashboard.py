@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from wsgiref.util import setup_testing_defaults
@@ -19,6 +22,7 @@ import optuna
 import pytest
 from scripted import MIB, Listener, ScriptedMeasurer
 
+from sac_search import interrupts
 from sac_search.api import SearchOptions, run_search
 from sac_search.errors import UsageError
 from sac_search.policy import NO_CHECKPOINTING, LayerChoice, Policy, Tier
@@ -151,6 +155,13 @@ class TestAttachedFiles:
         assert (folder / "artifacts" / other).read_bytes() == (folder / "policy.py").read_bytes()
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
 def test_a_taken_port_is_told(tmp_path: Path) -> None:
     searched(tmp_path)
     with socket.socket() as taken:
@@ -161,21 +172,52 @@ def test_a_taken_port_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sends SIGINT")
+def test_an_interrupt_in_the_middle_of_a_request_ends_the_dashboard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answers(environment: object, start_response: Callable[..., object]) -> Iterator[bytes]:
+        start_response("200 OK", [])
+        yield b"begun"
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1)
+        yield b"done"
+
+    searched(tmp_path)
+    monkeypatch.setattr(optuna_dashboard, "wsgi", lambda *_, **__: answers)
+    port = free_port()
+
+    def visit() -> None:
+        for _ in range(100):
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/").read()
+                return
+            time.sleep(0.05)
+
+    visitor = threading.Thread(target=visit)
+    visitor.start()
+    with interrupts.listening(signal.SIGINT), pytest.raises(KeyboardInterrupt):
+        serve(open_study(tmp_path / "gpt"), port)
+    visitor.join(10)
+    assert not visitor.is_alive()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="sends SIGINT")
 def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
     searched(tmp_path)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [*(sys.executable, "-W", "ignore", "-m", "sac_search", "dashboard", "gpt")]
     command += ["--root", str(tmp_path), "--port", str(port)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as job:
         assert job.stdout is not None
         assert f"http://127.0.0.1:{port}/dashboard shows study 'gpt'" in job.stdout.readline()
-        for _ in range(300):
-            with contextlib.suppress(OSError):
-                page = urllib.request.urlopen(f"http://127.0.0.1:{port}/api/studies").read()
-                break
-            time.sleep(0.1)
-        assert json.loads(page)["study_summaries"][0]["study_name"] == "gpt"
-        job.send_signal(signal.SIGINT)
-        assert job.wait(30) == 0
+        try:
+            for _ in range(300):
+                with contextlib.suppress(OSError):
+                    page = urllib.request.urlopen(f"http://127.0.0.1:{port}/api/studies").read()
+                    break
+                time.sleep(0.1)
+            assert json.loads(page)["study_summaries"][0]["study_name"] == "gpt"
+            job.send_signal(signal.SIGINT)
+            assert job.wait(60) == 0
+        finally:
+            job.kill()

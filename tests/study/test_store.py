@@ -194,6 +194,20 @@ def test_a_file_in_any_stage_of_being_made_can_be_made_again(
     assert open_study(path.parent).environment == ENVIRONMENT
 
 
+def test_a_file_that_another_process_is_making_is_only_looked_at(tmp_path: Path) -> None:
+    folder = tmp_path / "gpt"
+    folder.mkdir()
+    with contextlib.closing(sqlite3.connect(folder / "study.db")) as database:
+        database.execute("CREATE TABLE alembic_version (version_num VARCHAR(32) NOT NULL)")
+        database.commit()
+        before = list(database.iterdump())
+
+        with pytest.raises(StudyNotFound, match="no study that was begun"):
+            open_study(folder)
+
+        assert list(database.iterdump()) == before
+
+
 # --- what is refused ------------------------------------------------------------------------------
 
 
