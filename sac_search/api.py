@@ -104,19 +104,26 @@ def search(
     return search_spec(spec, settings, told)
 
 
-def search_spec(spec: str, options: SearchOptions, listener: Listener) -> SearchResult:
-    """Searches the workload that `spec` names, in a worker process, or one of every rank."""
+def search_spec(
+    spec: str, options: SearchOptions, listener: Listener, folder: Path | None = None
+) -> SearchResult:
+    """Searches the workload that `spec` names, in a worker process, or one of every rank.
+
+    `folder` is the study's, where that was chosen before.
+    """
     refuse_ranks_apart()
-    name, folder = _name_and_folder(spec, options)
+    name, newest = name_and_folder(spec, options)
+    is_one_of_several = folder is not None or is_shared(newest)
+    folder = folder or newest
     # Each search of a study has a log of its own, or the last words in it could be another's.
-    log_name = f"worker.{os.getpid()}.log" if is_shared(folder) else LOG_FILE
+    log_name = f"worker.{os.getpid()}.log" if is_one_of_several else LOG_FILE
     with WorkerClient(
         session_settings(spec, options),
         folder / log_name,
         trial_timeout_seconds=options.trial_timeout_seconds,
         isolation=options.isolate,
     ) as client:
-        return run_search(client, name, options, listener)
+        return run_search(client, name, options, listener, folder)
 
 
 def forecast(
@@ -161,7 +168,7 @@ def forecast_spec(
             "out, or --forecast (and without an accelerator say --device cpu)"
         )
     rates = default_rates(options.budget_bytes) if device is None else find_rates(device)
-    name, folder = _name_and_folder(spec, options)
+    name, folder = name_and_folder(spec, options)
     settings = session_settings(spec, options, forecast_device=rates.name)
     with WorkerClient(settings, folder / LOG_FILE) as client:
         return run_forecast(client, name, options, listener)
@@ -215,8 +222,8 @@ def search_here(
         return run_search(session, name, options, listener or _Silence())
 
 
-def _name_and_folder(spec: str, options: SearchOptions) -> tuple[str, Path]:
-    """Returns the name of a workload's study and its folder, which is made."""
+def name_and_folder(spec: str, options: SearchOptions) -> tuple[str, Path]:
+    """Returns the name under which a workload's study is continued, and its folder, now made."""
     name = _study_name(options, default_study_name(spec, options.budget_gb))
     require_file(spec)
     folder = study_folder(name, options)

@@ -25,6 +25,16 @@ BatchSize = Annotated[
     int | None, Parameter(help="Handed to the workload's factory; 8 where there is no file.")
 ]
 Root = Annotated[Path, Parameter(help="The folder that holds the studies.")]
+Storage = Annotated[
+    str | None,
+    Parameter(
+        env_var="SAC_SEARCH_STORAGE",
+        help=(
+            "Address of a database that machines share, as postgresql+psycopg://user@host/name, or "
+            "of a proxy, as grpc://host:13000; by default a file in the study's folder."
+        ),
+    ),
+]
 Json = Annotated[bool, Parameter(name="--json", negative="", help="Print JSON, for programs.")]
 
 

@@ -64,13 +64,13 @@ def _reading_order(candidate: Candidate) -> int:
     return names.index(candidate.name) if candidate.name in names else len(names)
 
 
-def load_result(folder: Path) -> SearchResult:
-    """Returns the result of a study on disk, without measuring anything.
+def load_result(folder: Path, storage: str | None = None) -> SearchResult:
+    """Returns the result of a study on disk, or in `storage`, without measuring anything.
 
     Raises:
         StudyNotFound, StudyFileError: there is no such study, or it cannot be read.
     """
-    store = open_study(folder)
+    store = open_study(folder, storage)
     reason = store.stop_reason or "read from the study"
     result = make_result(store, stored_winner(store), reason, False, ())
     path = store.folder / REPORT_FILE

@@ -187,8 +187,8 @@ def _stored(options: SearchOptions) -> SearchResult | None:
     """Returns what an earlier search to the end found; None where there was none."""
     assert options.study is not None
     try:
-        is_finished = open_study(options.root / options.study).is_finished
-        result = load_result(options.root / options.study)
+        is_finished = open_study(options.root / options.study, options.storage).is_finished
+        result = load_result(options.root / options.study, options.storage)
     except StudyError:
         return None  # none, or a damaged one: the search says so
     return result if is_finished and result.best is not None else None

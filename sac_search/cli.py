@@ -33,10 +33,12 @@ from sac_search.arguments import (
     OutputFormat,
     ReadyOptions,
     Root,
+    Storage,
     Threads,
 )
 from sac_search.errors import SacSearchError, StudyError, UsageError, WorkloadError
 from sac_search.export import read_meta, require_writable, write_whole
+from sac_search.fleet.search import parse_parameters, parse_workers, search_with_workers
 from sac_search.frontier import find_frontier
 from sac_search.options import Compile, SearchOptions
 from sac_search.report import comparison, facts, rows, terminal
@@ -44,8 +46,10 @@ from sac_search.report.explain import explain as explain_result
 from sac_search.report.progress import SearchProgress
 from sac_search.space import Granularity, LayerChoiceMode
 from sac_search.study.dashboard import HOST, attach_files, serve
+from sac_search.study.proxy import PROXY_HOST, serve_storage
 from sac_search.study.result import SearchResult, to_document
 from sac_search.study.sampler import SamplerName
+from sac_search.study.storage import PROXY_PORT, address_without_password, check_address
 from sac_search.study.store import list_studies, newest_folder, open_study
 from sac_search.worker.client import Isolation, WorkerClient
 from sac_search.workload import BUILTIN_SPEC, require_file
@@ -54,6 +58,7 @@ INTERRUPTED = 130
 _WIDTH_OF_FILES = 150
 # Behind a `--forecast` that names no device.
 _ANY_DEVICE = "any"
+_PROXY_IS_UP = "Searches reach the storage with --storage grpc://{}:{} now; Ctrl-C ends it."
 
 app = cyclopts.App(
     name="sac-search",
@@ -94,6 +99,19 @@ def search(
         ),
     ] = None,
     device: Device = None,
+    workers: Annotated[
+        str | None,
+        Parameter(
+            help=(
+                "Search on several devices at once: cuda:0,cuda:1, all, or as tasks of a cluster, "
+                "ray:4 or slurm:4."
+            )
+        ),
+    ] = None,
+    slurm: Annotated[
+        str | None,
+        Parameter(help="Parameters of submitit, as slurm_partition=gpu,timeout_min=240."),
+    ] = None,
     layers: Layers = None,
     compiling: Annotated[
         Compile,
@@ -138,6 +156,7 @@ def search(
     ] = Isolation.SEARCH,
     study: Annotated[str | None, Parameter(help="Name of the study.")] = None,
     root: Root = Path("studies"),
+    storage: Storage = None,
     fresh: Annotated[
         bool, Parameter(negative="", help="Begin anew under a new name; nothing is deleted.")
     ] = False,
@@ -159,6 +178,7 @@ def search(
         budget_gb=budget_gb,
         study=study,
         root=root,
+        storage=storage,
         fresh=fresh,
         device=device,
         layers=layers,
@@ -187,6 +207,15 @@ def search(
         verbose=verbose,
         live=not no_progress,
     )
+    if slurm is not None and workers is None:
+        raise UsageError("--slurm is for --workers slurm:COUNT")
+    if workers is not None:
+        if forecast is not None:
+            raise UsageError("--forecast measures nothing, so that --workers have nothing to do")
+        where, parameters = parse_workers(workers), parse_parameters(slurm)
+        with progress:
+            result = search_with_workers(workload, options, where, progress, parameters)
+        return _shown(result, json_output=json_output, quiet=quiet)
     if forecast is None and _device_for(workload, device) != device:
         progress.note_at_start(
             "This machine has no accelerator that torch can use, so the built-in GPT is forecast. "
@@ -199,11 +228,7 @@ def search(
         else:
             named = None if forecast == _ANY_DEVICE else forecast
             result = api.forecast_spec(workload, options, named, progress)
-    if json_output:
-        print_text(json.dumps(to_document(result), indent=1))
-    else:
-        _print_result(result, quiet=quiet)
-    return INTERRUPTED if result.interrupted else 0
+    return _shown(result, json_output=json_output, quiet=quiet)
 
 
 @app.command
@@ -215,9 +240,10 @@ def export(
         "policy.py"
     ),
     root: Root = Path("studies"),
+    storage: Storage = None,
 ) -> int:
     """Write a study's best policy as a Python module that needs torch alone."""
-    result = artifacts.load_result(_find_study(study, root))
+    result = artifacts.load_result(_find_study(study, root, storage), storage)
     write_whole(output, artifacts.render_policy(result, module_name=output.stem))
     print_text(f"{output}: {result.policy.describe()}")
     return 0
@@ -233,11 +259,13 @@ def report(
         Parameter(name=["--output", "-o"], help="The page to write; by default in the study."),
     ] = None,
     root: Root = Path("studies"),
+    storage: Storage = None,
 ) -> int:
     """Write a study's report: one page with plots that opens in any browser, offline."""
-    folder = _find_study(study, root)
+    folder = _find_study(study, root, storage)
     path = output or folder / artifacts.REPORT_FILE
-    artifacts.write_report(artifacts.load_result(folder), open_study(folder), path)
+    store = open_study(folder, storage)
+    artifacts.write_report(artifacts.load_result(folder, storage), store, path)
     print_text(f"{path}: open it in a browser; it needs no network.")
     return 0
 
@@ -248,10 +276,11 @@ def explain(
     /,
     *,
     root: Root = Path("studies"),
+    storage: Storage = None,
     output_format: Format = OutputFormat.TEXT,
 ) -> int:
     """Say in plain words what holds a study's peak, what memory buys, and what limits it."""
-    found = explain_result(artifacts.load_result(_find_study(study, root)))
+    found = explain_result(artifacts.load_result(_find_study(study, root, storage), storage))
     print_text(facts.render(found, output_format, width=_output().width))
     return 0
 
@@ -263,10 +292,11 @@ def compare(
     /,
     *,
     root: Root = Path("studies"),
+    storage: Storage = None,
     output_format: Format = OutputFormat.TEXT,
 ) -> int:
     """Show two studies or policies side by side: environments, figures, and what layers do."""
-    found = comparison.compare(_side(one, root), _side(other, root))
+    found = comparison.compare(_side(one, root, storage), _side(other, root, storage))
     if output_format is not OutputFormat.TEXT:
         print_text(comparison.render(found, output_format))
         return 0
@@ -420,25 +450,46 @@ def dashboard(
     *,
     port: Annotated[int, Parameter(help="Of 127.0.0.1, where it listens.")] = 8080,
     root: Root = Path("studies"),
+    storage: Storage = None,
 ) -> int:
     """Open a study in optuna-dashboard, its policy and its report attached; Ctrl-C ends it."""
-    folder = _find_study(study, root)
-    store = open_study(folder)
+    folder = _find_study(study, root, storage)
+    store = open_study(folder, storage)
     attach_files(store, [folder / artifacts.POLICY_FILE, folder / artifacts.REPORT_FILE])
-    print_text(f"http://{HOST}:{port}/dashboard shows study {store.name!r}; Ctrl-C ends it.")
-    sys.stdout.flush()
+    print_now(f"http://{HOST}:{port}/dashboard shows study {store.name!r}; Ctrl-C ends it.")
     with contextlib.suppress(KeyboardInterrupt):
         serve(store, port)
     return 0
 
 
+@app.command(name="serve")
+def serve_command(
+    *,
+    storage: Annotated[
+        str,
+        Parameter(env_var="SAC_SEARCH_STORAGE", help="Address of the database that it stands for."),
+    ],
+    host: Annotated[
+        str,
+        Parameter(help="Where it listens. Whoever reaches it may read and change every study."),
+    ] = PROXY_HOST,
+    port: Annotated[int, Parameter(help="Where it listens.")] = PROXY_PORT,
+) -> int:
+    """Stand between a database and many workers, as --storage grpc://HOST:PORT; Ctrl-C ends it."""
+    with contextlib.suppress(KeyboardInterrupt):
+        serve_storage(storage, host, port, lambda: print_now(_PROXY_IS_UP.format(host, port)))
+    return 0
+
+
 @app.command
-def studies(*, root: Root = Path("studies"), json_output: Json = False) -> int:
+def studies(
+    *, root: Root = Path("studies"), storage: Storage = None, json_output: Json = False
+) -> int:
     """List the studies, each with its budget, trials and best policy."""
     entries, problems = [], []
-    for folder in list_studies(root):
+    for folder in list_studies(root, storage):
         try:
-            entries.append(artifacts.load_result(folder))
+            entries.append(artifacts.load_result(folder, storage))
         except StudyError as error:
             problems.append(str(error))
     if json_output:
@@ -446,7 +497,7 @@ def studies(*, root: Root = Path("studies"), json_output: Json = False) -> int:
     elif entries:
         _output().print(terminal.study_table(entries))
     else:
-        print_text(f"There is no study in {root}.")
+        print_text(f"There is no study in {_where(root, storage)}.")
     for problem in problems:
         print_error(problem)
     return 0
@@ -486,6 +537,12 @@ def _main(arguments: Sequence[str]) -> int:
 def print_text(text: str) -> None:
     """Writes a line to standard output."""
     sys.stdout.write(text + "\n")
+
+
+def print_now(text: str) -> None:
+    """Writes a line to standard output, also where that is a pipe and more follows late."""
+    print_text(text)
+    sys.stdout.flush()
 
 
 def print_error(text: str) -> None:
@@ -559,21 +616,38 @@ def _temporary_client(workload: str, options: SearchOptions) -> Iterator[WorkerC
     log_path.unlink(missing_ok=True)
 
 
-def _find_study(study: str, root: Path) -> Path:
-    if os.path.isdir(study):
+def _find_study(study: str, root: Path, storage: str | None) -> Path:
+    if storage is not None:
+        check_address(storage)
+    elif os.path.isdir(study):
         open_study(Path(study))
         return Path(study)
-    folder = newest_folder(root, study)
+    folder = newest_folder(root, study, storage)
     if folder is None:
-        known = ", ".join(folder.name for folder in list_studies(root)) or "none"
-        raise UsageError(f"there is no study {study!r} in {root}; there are: {known}")
+        known = ", ".join(folder.name for folder in list_studies(root, storage)) or "none"
+        where = _where(root, storage)
+        raise UsageError(f"there is no study {study!r} in {where}; there are: {known}")
     return folder
 
 
-def _side(name: str, root: Path) -> comparison.Side:
+def _where(root: Path, storage: str | None) -> str:
+    return str(root) if storage is None else address_without_password(storage)
+
+
+def _side(name: str, root: Path, storage: str | None) -> comparison.Side:
     if os.path.isfile(name):
         return comparison.side_of_module(name, read_meta(Path(name)))
-    return comparison.side_of(artifacts.load_result(_find_study(name, root)))
+    folder = _find_study(name, root, storage)
+    return comparison.side_of(artifacts.load_result(folder, storage))
+
+
+def _shown(result: SearchResult, *, json_output: bool, quiet: bool) -> int:
+    """Prints a result and returns the exit code."""
+    if json_output:
+        print_text(json.dumps(to_document(result), indent=1))
+    else:
+        _print_result(result, quiet=quiet)
+    return INTERRUPTED if result.interrupted else 0
 
 
 def _print_result(result: SearchResult, *, quiet: bool) -> None:

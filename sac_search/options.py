@@ -15,6 +15,7 @@ from sac_search.errors import UsageError
 from sac_search.space import EAGER_ONLY, Granularity, LayerChoiceMode, RunMode
 from sac_search.study.candidate import Candidate
 from sac_search.study.sampler import SamplerName
+from sac_search.study.storage import address_without_password, check_address
 from sac_search.worker.client import Isolation
 
 # In bytes it is a whole number that floating point, JSON and torch all hold exactly.
@@ -78,6 +79,9 @@ class SearchOptions:
     """Name of the study; made of the workload and the budget when None."""
     root: Path = Path("studies")
     """The folder that holds the studies."""
+    storage: str | None = None
+    """Address of a database that searches on several machines share, as SQLAlchemy writes it, or of
+    a proxy, `grpc://host:port`; a file in the study's folder when None."""
     fresh: bool = False
     """Begin anew under a new name; nothing is deleted."""
     device: str | None = None
@@ -138,6 +142,8 @@ class SearchOptions:
                 raise UsageError(
                     f"{name} is {value}; it must be {least} or more, and at most {LARGEST_COUNT}"
                 )
+        if self.storage is not None:
+            check_address(self.storage)
         if self.tiers not in (1, 2):
             raise UsageError(f"tiers is {self.tiers}; it must be 1 or 2")
         given = (self.compile_backend, self.compile_mode, self.compile_dynamic)
@@ -176,6 +182,8 @@ class SearchOptions:
             if field.name in _NOT_ARGUMENTS or value == field.default:
                 continue
             flag = _FLAGS.get(field.name, field.name).replace("_", "-")
+            if field.name == "storage":
+                value = address_without_password(value)
             if isinstance(value, bool):
                 found.append(f"--{flag}" if value else f"--no-{flag}")
             else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import signal
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from sac_search.failures import OF_MEMORY
 from sac_search.options import Compile, Listener, SearchOptions
 from sac_search.records import Evidence, Failure, FailureKind
 from sac_search.space import EAGER_ONLY, build_space
+from sac_search.study.attendance import taking_part
 from sac_search.study.baselines import FULL, NONE
 from sac_search.study.candidate import Candidate, rank
 from sac_search.study.finish import (
@@ -43,7 +45,7 @@ from sac_search.study.measurer import Measurer
 from sac_search.study.result import SearchResult, find_candidate, floor_of
 from sac_search.study.running import compile_failure
 from sac_search.study.search import Search, SearchSettings
-from sac_search.study.sharing import Membership, claiming, joined, turn
+from sac_search.study.sharing import Membership
 from sac_search.study.store import (
     StudyStore,
     check_same,
@@ -57,6 +59,7 @@ from sac_search.study.timelines import draw_timelines
 from sac_search.study.warmstart import adopt_trace, start_from_others
 from sac_search.worker.session import Description, Verdict
 
+_POLL_SECONDS = 0.5
 # Baselines that fail in the same way, after which the workload is at fault.
 _MOST_ALIKE_FAILURES = 3
 # What a policy function may well do, and plain checkpointing not.
@@ -70,17 +73,23 @@ _OF_POLICY_FUNCTIONS = frozenset(
 
 
 def run_search(
-    measurer: Measurer, name: str, options: SearchOptions, listener: Listener
+    measurer: Measurer,
+    name: str,
+    options: SearchOptions,
+    listener: Listener,
+    folder: Path | None = None,
 ) -> SearchResult:
     """Runs all stages. Returns the result, which is on disk by then.
+
+    `folder` is the study's, where that was chosen before; the newest of the series else.
 
     Raises:
         NoPolicyFits, WorkloadError, UsageError: as `search` does.
     """
     with interrupts.listening(signal.SIGINT):
         description = _described(measurer, options, listener)
-        folder = study_folder(name, options)
-        with joined(folder) as membership:
+        folder = folder or study_folder(name, options)
+        with taking_part(folder, options.storage) as membership:
             stages = _Stages(
                 name=name,
                 folder=folder,
@@ -88,8 +97,9 @@ def run_search(
                 measurer=measurer,
                 options=options,
                 listener=listener,
+                membership=membership,
             )
-            result = stages.run(membership)
+            result = stages.run()
     if result.best is None and not result.interrupted:
         raise NoPolicyFits(no_fit_message(result))
     return result
@@ -108,7 +118,7 @@ def run_forecast(
     description = _described(measurer, options, listener)
     assert description.priced_step_seconds is not None
     folder = study_folder(name, options)
-    with joined(folder), _turn(folder, listener):
+    with taking_part(folder, options.storage) as membership, _turn(membership, folder, listener):
         store = _open_or_create(folder, name, options, description, listener)
         listener.on_phase("forecast")
         study = ForecastStudy(
@@ -137,8 +147,8 @@ def run_forecast(
 def study_folder(name: str, options: SearchOptions) -> Path:
     """Returns the folder of the study that a search continues, or begins."""
     if options.fresh:
-        return unused_folder(options.root, name)
-    return newest_folder(options.root, name) or options.root / name
+        return unused_folder(options.root, name, options.storage)
+    return newest_folder(options.root, name, options.storage) or options.root / name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,14 +164,15 @@ class _Stages:
     measurer: Measurer
     options: SearchOptions
     listener: Listener
+    membership: Membership
 
-    def run(self, membership: Membership) -> SearchResult:
-        with _turn(self.folder, self.listener):
+    def run(self) -> SearchResult:
+        with self._turn():
             store = _open_or_create(
                 self.folder, self.name, self.options, self.description, self.listener
             )
-            alone = membership.when_alone(store.fail_abandoned_trials)
-            if membership.can_tell and not alone:
+            self.membership.reclaim(store)
+            if self.membership.has_others():
                 self.listener.on_note(
                     f"Another search of study {store.name!r} is running; the two share their "
                     "trials. On the same device each slows the other's steps."
@@ -175,6 +186,9 @@ class _Stages:
             self._acknowledge()
         # Not inside `except`: there the interrupted step's tensors would still be alive.
         return self._finished(store, "interrupted", interrupted=True)
+
+    def _turn(self) -> contextlib.AbstractContextManager[None]:
+        return _turn(self.membership, self.folder, self.listener)
 
     def _searched_or_interrupted(self, search: Search) -> str | None:
         try:
@@ -194,7 +208,7 @@ class _Stages:
         if options.compile_options is not None:
             store.write("compile_options", options.compile_options)
         if not options.fresh:
-            adopt_trace(store, options.root)
+            adopt_trace(store, options.root, options.storage)
         space = build_space(
             store.layers,
             options.layer_choice,
@@ -205,7 +219,7 @@ class _Stages:
             save_collectives=options.save_collectives,
         )
         if not options.fresh:
-            for other in start_from_others(store, options.root, space.decisions):
+            for other in start_from_others(store, options.root, space.decisions, options.storage):
                 self.listener.on_note(
                     f"Starting from what study {other!r} measured in this environment."
                 )
@@ -223,12 +237,12 @@ class _Stages:
                 candidate, done, store.budget_bytes
             ),
             on_note=self.listener.on_note,
-            claiming=lambda: claiming(store.folder),
+            membership=self.membership,
         )
 
     def _searched(self, search: Search) -> str:
         """Measures baselines and trials. Returns why there are no more."""
-        with _turn(self.folder, self.listener):
+        with self._turn():
             known = search.store.candidates()
             if known:
                 trials_done = len(search.trial_candidates())
@@ -249,7 +263,28 @@ class _Stages:
             search.measure_baselines(until=_refuse_failures_alike)
             self._refuse_to_compile(search)
         self.listener.on_phase("search")
-        return search.run_trials()
+        reason = search.run_trials()
+        self._await_others(search.store)
+        return reason
+
+    def _await_others(self, store: StudyStore) -> None:
+        """Waits for the trials that other searches are at, so that all choose from the same.
+
+        Not for those that they begin meanwhile.
+        """
+        if not self.membership.can_tell:
+            return
+        awaited = self._trials_of_others(store)
+        if awaited:
+            self.listener.on_note("Waiting for the last trials of the study's other searches.")
+        while awaited:
+            time.sleep(_POLL_SECONDS)
+            awaited &= self._trials_of_others(store)
+
+    def _trials_of_others(self, store: StudyStore) -> set[int]:
+        self.membership.reclaim(store)
+        running = store.running_trials()
+        return {n for n, worker in running.items() if worker and worker != self.membership.worker}
 
     def _refuse_to_compile(self, search: Search) -> None:
         failed = compile_failure(search.store.candidates())
@@ -264,7 +299,7 @@ class _Stages:
         )
 
     def _finished(self, store: StudyStore, reason: str, *, interrupted: bool) -> SearchResult:
-        with _turn(self.folder, self.listener):
+        with self._turn():
             winner = self._winner(store, interrupted)
             store.write("arguments", self.options.arguments())
             store.write("stop_reason", reason)
@@ -329,14 +364,16 @@ def _reported(result: SearchResult, store: StudyStore, listener: Listener) -> Se
         return result
 
 
-def _turn(folder: Path, listener: Listener) -> contextlib.AbstractContextManager[None]:
+def _turn(
+    membership: Membership, folder: Path, listener: Listener
+) -> contextlib.AbstractContextManager[None]:
     def on_wait() -> None:
         listener.on_note(
             f"Waiting for another search of study {folder.name!r}, which measures the baselines or "
             "chooses its winner."
         )
 
-    return turn(folder, on_wait)
+    return membership.turn(on_wait)
 
 
 def _described(measurer: Measurer, options: SearchOptions, listener: Listener) -> Description:
@@ -392,10 +429,11 @@ def _open_or_create(
     is_forecast = description.priced_step_seconds is not None
     evidence = Evidence.FORECAST if is_forecast else Evidence.MEASURED
     try:
-        store = open_study(folder)
+        store = open_study(folder, options.storage)
     except StudyNotFound:
         return create_study(
             folder,
+            storage=options.storage,
             budget_bytes=options.budget_bytes,
             environment=description.environment,
             layers=description.layers,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sqlite3
 from collections.abc import Iterator
 from typing import Any
 
@@ -37,7 +38,8 @@ def only_new_objects() -> Iterator[None]:
 @sqlalchemy.event.listens_for(sqlalchemy.Engine, "connect")
 def do_not_wait_for_the_disk(connection: Any, record: Any) -> None:
     # A study in a test has to survive a killed process, not a power cut.
-    connection.execute("PRAGMA synchronous=OFF")
+    if isinstance(connection, sqlite3.Connection):
+        connection.execute("PRAGMA synchronous=OFF")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -12,7 +12,8 @@ import optuna
 
 from sac_search.errors import UsageError
 from sac_search.policy import Policy
-from sac_search.study.store import StudyStore, storage_at, storage_errors_named
+from sac_search.study.storage import storage_errors_named
+from sac_search.study.store import StudyStore
 
 HOST = "127.0.0.1"
 """Whoever reaches the dashboard may change the study, so it listens to this machine alone."""
@@ -40,10 +41,10 @@ def attach_files(store: StudyStore, paths: Iterable[Path]) -> None:
     A file that was attached before is replaced.
     """
     folder = store.folder / _FOLDER
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     artifacts = optuna.artifacts.FileSystemArtifactStore(folder)
     attached = dict(store.artifacts)
-    with storage_errors_named(store.path):
+    with storage_errors_named(store.label):
         for path in filter(Path.is_file, paths):
             known = attached.get(path.name)
             if known is not None and _is_there(artifacts, known):
@@ -67,7 +68,7 @@ def serve(store: StudyStore, port: int) -> None:
     except ModuleNotFoundError:
         raise UsageError(f"the dashboard needs optuna-dashboard: {_INSTALL}") from None
     artifacts = optuna.artifacts.FileSystemArtifactStore(store.folder / _FOLDER)
-    app = optuna_dashboard.wsgi(storage_at(store.path), artifact_store=artifacts)
+    app = optuna_dashboard.wsgi(store.storage, artifact_store=artifacts)
     try:
         server = simple_server.make_server(
             HOST, port, app, server_class=_Server, handler_class=_Handler

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
 from optuna.trial import FrozenTrial, TrialState
 
-from sac_search.study.store import StudyStore, storage_errors_named
+from sac_search.study.storage import storage_errors_named
+from sac_search.study.store import StudyStore
 
 # With fewer trials, or fewer that fit, any two decisions look alike by chance.
 _LEAST_TRIALS = 20
@@ -32,7 +33,7 @@ def importances(store: StudyStore) -> tuple[Importance, ...]:
     By PED-ANOVA over the trials that ended: how differently the best quarter of them decides, or
     all that fit where those are fewer. What does not fit counts as slower than all that does.
     """
-    with storage_errors_named(store.path):
+    with storage_errors_named(store.label):
         trials = store.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
     found = [(trial, store.trial_candidate(trial)) for trial in trials]
     seconds = {

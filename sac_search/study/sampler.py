@@ -15,9 +15,12 @@ from optuna.distributions import (
     FloatDistribution,
     IntDistribution,
 )
-from optuna.trial import FrozenTrial
+from optuna.trial import FrozenTrial, TrialState
 
 from sac_search.space import Assignment, Decision, DecisionType, SearchSpace
+
+WORKER = "worker"
+"""The user attribute of a trial that says which search runs it."""
 
 Propose = Callable[[np.random.Generator], Assignment | None]
 
@@ -96,6 +99,58 @@ class PlannerSampler(optuna.samplers.BaseSampler):
     ) -> Any:
         """Returns a uniform draw."""
         return self._random.sample_independent(study, trial, param_name, param_distribution)
+
+
+class SignedSampler(optuna.samplers.BaseSampler):
+    """Another sampler, whose trials say who runs them before anything else: others look on."""
+
+    def __init__(self, sampler: optuna.samplers.BaseSampler, worker: str) -> None:
+        self._sampler = sampler
+        self._worker = worker
+
+    def reseed_rng(self) -> None:
+        """Makes copies in other threads or processes draw differently."""
+        self._sampler.reseed_rng()
+
+    def before_trial(self, study: optuna.Study, trial: FrozenTrial) -> None:
+        """Signs the trial."""
+        study._storage.set_trial_user_attr(trial._trial_id, WORKER, self._worker)
+        self._sampler.before_trial(study, trial)
+
+    def after_trial(
+        self,
+        study: optuna.Study,
+        trial: FrozenTrial,
+        state: TrialState,
+        values: Sequence[float] | None,
+    ) -> None:
+        """Tells the sampler."""
+        self._sampler.after_trial(study, trial, state, values)
+
+    def infer_relative_search_space(
+        self, study: optuna.Study, trial: FrozenTrial
+    ) -> dict[str, BaseDistribution]:
+        """Returns what the sampler draws at once."""
+        return self._sampler.infer_relative_search_space(study, trial)
+
+    def sample_relative(
+        self,
+        study: optuna.Study,
+        trial: FrozenTrial,
+        search_space: dict[str, BaseDistribution],
+    ) -> dict[str, Any]:
+        """Returns what the sampler draws at once."""
+        return self._sampler.sample_relative(study, trial, search_space)
+
+    def sample_independent(
+        self,
+        study: optuna.Study,
+        trial: FrozenTrial,
+        param_name: str,
+        param_distribution: BaseDistribution,
+    ) -> Any:
+        """Returns what the sampler draws one by one."""
+        return self._sampler.sample_independent(study, trial, param_name, param_distribution)
 
 
 def make_sampler(

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import random
 import time
 import warnings
 from collections.abc import Callable, Container
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -37,13 +34,16 @@ from sac_search.study.running import (
 )
 from sac_search.study.sampler import (
     SamplerName,
+    SignedSampler,
     assignment_in,
     make_sampler,
     parameters_of,
     suggest_assignment,
 )
+from sac_search.study.sharing import Alone, Membership
 from sac_search.study.stopping import WINDOW, has_converged
-from sac_search.study.store import CONSTRAINT, StudyStore, name_of_trial, storage_errors_named
+from sac_search.study.storage import storage_errors_named
+from sac_search.study.store import CONSTRAINT, StudyStore, TrialReader, name_of_trial
 
 # A trial without figures is told as this many times the reference step: worse than full
 # checkpointing can be, so that samplers turn away from it.
@@ -98,8 +98,8 @@ class Search:
     """Told of every new candidate and of the trials done so far."""
     on_note: Callable[[str], None] = lambda text: None
     """Told what the user should know."""
-    claiming: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
-    """Held while a trial says what it measures, so that no two searches say the same at once."""
+    membership: Membership = field(default_factory=Alone)
+    """Its part among the searches of the study."""
     _deadline: float | None = None
     _known: dict[str, Candidate] = field(default_factory=dict)
     _asked: dict[str, Assignment] = field(default_factory=dict)
@@ -111,14 +111,15 @@ class Search:
     _repeats: int = 0
     _ruled_out: int = 0
     _stop_reason: str = ""
-    _read_trials: int = 0
     _was_given_up: bool = False
+    _reader: TrialReader = field(init=False)
 
     def __post_init__(self) -> None:
         self.store.keep_decisions(self.space.decisions)
         if RunMode.EAGER not in self.space.run_modes:
             self.store.write("is_compiled_only", True)
             self.store.__dict__.pop("is_compiled_only", None)
+        self._reader = TrialReader(self.store)
         self._known = {c.policy.key: c for c in self.store.candidates()}
         self._asked = self._assignments_asked()
         if self.space.size <= _LISTABLE_SIZE:
@@ -400,7 +401,7 @@ class Search:
     def _measure_enqueued(self, assignment: Assignment, attributes: dict[str, str]) -> None:
         """Measures an assignment as the next trial, which gets these user attributes."""
         key = self.space.policy_for(assignment).key
-        with storage_errors_named(self.store.path):
+        with storage_errors_named(self.store.label):
             trials = self.store.study.get_trials(deepcopy=False)
             if not any(_is_waiting(trial, attributes) for trial in trials):
                 self.store.study.enqueue_trial(
@@ -422,10 +423,10 @@ class Search:
         callbacks: list[Callable[[optuna.Study, optuna.trial.FrozenTrial], None]],
     ) -> None:
         study = self.store.study
-        with storage_errors_named(self.store.path), warnings.catch_warnings():
+        with storage_errors_named(self.store.label), warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             name = self.settings.sampler
-            study.sampler = make_sampler(
+            sampler = make_sampler(
                 # Without forecasts there is nothing to plan with.
                 SamplerName.GP if name.plans and self._cannot_plan else name,
                 self.settings.seed,
@@ -433,6 +434,7 @@ class Search:
                 decisions=self.space.decisions,
                 propose=self._advise,
             )
+            study.sampler = SignedSampler(sampler, self.membership.worker)
             while True:
                 try:
                     study.optimize(
@@ -472,7 +474,7 @@ class Search:
         that was killed at it is no longer.
         """
         is_given = not {"baseline", "plan"}.isdisjoint(trial.user_attrs)
-        with self.claiming():
+        with self.membership.claiming():
             trial.set_user_attr("policy", records.to_builtins(policy))
             is_taken = not is_given and policy.key in self.store.claims(but=trial.number)
         for name, value in readable_policy(policy).items():
@@ -485,16 +487,12 @@ class Search:
 
     def _learn_from_others(self) -> None:
         """Takes over what other searches of this study have measured by now."""
-        with storage_errors_named(self.store.path):
-            trials = self.store.study.get_trials(deepcopy=False)
-        for trial in trials[self._read_trials :]:
-            candidate = self.store.trial_candidate(trial)
-            if candidate is not None and candidate.policy.key not in self._known:
+        self.membership.reclaim(self.store)
+        for candidate in self._reader.new():
+            if candidate.policy.key not in self._known:
                 self._known[candidate.policy.key] = candidate
                 self._has_news = True
                 self.on_candidate(candidate, len(self.trial_candidates()))
-        finished = (trial.state.is_finished() for trial in trials[self._read_trials :])
-        self._read_trials += len(list(itertools.takewhile(bool, finished)))
 
     def _write(
         self, trial: optuna.Trial, policy: Policy, outcome: Outcome, *, is_new: bool
@@ -629,7 +627,7 @@ class Search:
 
     def _assignments_asked(self) -> dict[str, Assignment]:
         """Returns the assignments of all trials so far, by the keys of their policies."""
-        with storage_errors_named(self.store.path):
+        with storage_errors_named(self.store.label):
             trials = self.store.study.get_trials(deepcopy=False)
         asked = [assignment_in(self.space, trial) for trial in trials]
         return {self.space.policy_for(a).key: a for a in asked if a is not None}

@@ -1,19 +1,24 @@
 """Several searches of one study at once: who takes part, and whose turn it is.
 
-By locks of the file system, which the system lets go of when a process is killed. Where it has none
-(some network file systems, Windows), Optuna's heartbeats alone tell who is still alive.
+On a file, by locks of the file system, which the system lets go of when a process is killed. Where
+it has none (some network file systems, Windows), Optuna's heartbeats alone tell who is still alive.
+In a storage that machines share, see `attendance`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Protocol
 
-from sac_search.study.store import DATABASE_NAME, errors_named, make_folder
+from sac_search.study.storage import DATABASE_NAME, errors_named
+from sac_search.study.store import StudyStore, make_folder
 
 if sys.platform != "win32":
     import fcntl
@@ -22,14 +27,68 @@ if sys.platform != "win32":
 _LOCK_NAME = ".lock"
 _TURN_NAME = ".turn"
 _CLAIM_NAME = ".claim"
+_WORKERS_NAME = ".workers"
 _POLL_SECONDS = 0.1
 
 
-class Membership:
-    """One search's part in a study; `joined` makes one."""
+class Membership(Protocol):
+    """One search's part in a study that others may search at the same time."""
 
-    def __init__(self, handle: int, *, is_locked: bool) -> None:
+    @property
+    def worker(self) -> str:
+        """Who this search is, as its trials say."""
+
+    @property
+    def can_tell(self) -> bool:
+        """Whether it can be told who else takes part."""
+
+    def has_others(self) -> bool:
+        """Returns whether others take part, as far as can be told."""
+
+    def reclaim(self, store: StudyStore) -> None:
+        """Gives up the trials of searches that are gone, so that others measure them."""
+
+    def turn(self, on_wait: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
+        """Waits until no other search has the turn, and has it; `on_wait` is called before waiting.
+
+        For what only one should do at a time: make the study, measure its baselines, choose its
+        winner.
+        """
+
+    def claiming(self) -> contextlib.AbstractContextManager[None]:
+        """Is held while a search says what it measures next, and sees what others do."""
+
+
+class Alone:
+    """The part of a search in a study that nobody else can reach."""
+
+    worker = ""
+    can_tell = False
+
+    def has_others(self) -> bool:
+        """Nobody."""
+        return False
+
+    def reclaim(self, store: StudyStore) -> None:
+        """Has nothing to give up."""
+
+    def turn(self, on_wait: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
+        """Has it always."""
+        return contextlib.nullcontext()
+
+    def claiming(self) -> contextlib.AbstractContextManager[None]:
+        """Takes no lock."""
+        return contextlib.nullcontext()
+
+
+class FileMembership:
+    """One search's part in a study that has a file of its own; `joined` makes one."""
+
+    def __init__(self, folder: Path, handle: int, *, is_locked: bool, worker: str) -> None:
+        self._folder = folder
         self._handle = handle
+        self.worker = worker
+        """Who this search is, as its trials say."""
         self.can_tell = is_locked
         """Whether the file system tells who else takes part."""
 
@@ -47,19 +106,79 @@ class Membership:
             _lock(self._handle, shared=True, wait=True)
         return True
 
+    def has_others(self) -> bool:
+        """Returns whether others take part, as far as the file system tells."""
+        return self.can_tell and not self.when_alone(lambda: None)
+
+    def reclaim(self, store: StudyStore) -> None:
+        """Gives up the trials of searches that are gone.
+
+        Also those of which it is not known who runs them, where nobody else takes part.
+        """
+        running = store.running_trials()
+
+        def give_up_unknown() -> None:
+            for number, worker in running.items():
+                if worker is None:
+                    store.give_up_trial(number)
+
+        for number, worker in running.items():
+            if worker is not None and worker != self.worker and self._is_gone(worker):
+                store.give_up_trial(number)
+        if None in running.values():
+            self.when_alone(give_up_unknown)
+
+    def turn(self, on_wait: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
+        """Waits until no other search has the turn, and has it."""
+        return turn(self._folder, on_wait)
+
+    def claiming(self) -> contextlib.AbstractContextManager[None]:
+        """Lets only one search at a time say what it measures next."""
+        return claiming(self._folder)
+
+    def _is_gone(self, worker: str) -> bool:
+        path = self._folder / _WORKERS_NAME / worker
+        if not self.can_tell:
+            return False
+        try:
+            handle = os.open(path, os.O_RDWR)
+        except OSError:
+            return True  # it left, or it was killed and somebody has seen that before
+        try:
+            is_gone = _lock(handle, shared=False, wait=False)
+        finally:
+            _release(handle)
+        if is_gone:
+            path.unlink(missing_ok=True)
+        return is_gone
+
 
 @contextlib.contextmanager
-def joined(folder: Path) -> Iterator[Membership]:
+def joined(folder: Path) -> Iterator[FileMembership]:
     """Takes part in the searches of the study in `folder`.
 
     Raises:
         StudyFileError: the folder cannot be written.
     """
+    worker = new_worker()
+    with errors_named(folder / DATABASE_NAME):
+        (folder / _WORKERS_NAME).mkdir(parents=True, exist_ok=True)
+    own = _open(folder, f"{_WORKERS_NAME}/{worker}")
     handle = _open(folder, _LOCK_NAME)
     try:
-        yield Membership(handle, is_locked=_lock(handle, shared=True, wait=True))
+        _lock(own, shared=False, wait=True)
+        is_locked = _lock(handle, shared=True, wait=True)
+        yield FileMembership(folder, handle, is_locked=is_locked, worker=worker)
     finally:
         _release(handle)
+        with contextlib.suppress(OSError):
+            (folder / _WORKERS_NAME / worker).unlink()
+        _release(own)
+
+
+def new_worker() -> str:
+    """Returns a name for this search that no other has: its machine, its process, and a number."""
+    return f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
 
 
 def is_shared(folder: Path) -> bool:

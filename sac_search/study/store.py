@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import re
-import sqlite3
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import optuna
-import sqlalchemy.exc
 from optuna.distributions import BaseDistribution
+from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
 from sac_search import records, units
@@ -29,17 +29,21 @@ from sac_search.records import SCHEMA_VERSION, Bytes, Environment, Evidence, Out
 from sac_search.space import Decision
 from sac_search.study.candidate import Candidate, drift_free_seconds
 from sac_search.study.insights import Insights
+from sac_search.study.sampler import WORKER
+from sac_search.study.storage import (
+    DATABASE_NAME,
+    address_without_password,
+    errors_named,
+    is_made,
+    shared_storage,
+    storage_at,
+    storage_errors_named,
+)
 from sac_search.study.timelines import PolicyTimeline
 from sac_search.trace import LayerTrace
 
-DATABASE_NAME = "study.db"
 # The name of the constraint in every trial: at most zero when the policy fits.
 CONSTRAINT = "peak_over_budget_gib"
-_LOCK_TIMEOUT_SECONDS = 60
-# A search says this often that it is alive; a trial of one that is silent for the grace period is
-# given up by the others.
-_HEARTBEAT_SECONDS = 60
-_GRACE_SECONDS = 300
 _REFERENCE_PREFIX = "baseline: "
 _FORECAST_PREFIX = "forecast: "
 
@@ -100,15 +104,23 @@ class StudyStore:
 
     # What never changes is read once: Optuna copies all attributes, layers and all, on every read.
 
-    def __init__(self, study: optuna.Study, path: Path) -> None:
+    def __init__(self, study: optuna.Study, path: Path, label: str | None = None) -> None:
         self.study = study
         self.path = path
+        """Its file; where it is in a storage that others share, the file it would have."""
+        self.label = label or str(path)
+        """Where it is, for people to read."""
         self._anchor_seconds: float | None = None
 
     @property
     def folder(self) -> Path:
-        """The study's folder."""
+        """The folder of the study's files."""
         return self.path.parent
+
+    @property
+    def storage(self) -> BaseStorage:
+        """Optuna's storage, which holds it."""
+        return self.study._storage
 
     @property
     def name(self) -> str:
@@ -159,7 +171,7 @@ class StudyStore:
 
     def write(self, name: str, value: Any) -> None:
         """Stores `value` under a user attribute of the study."""
-        with errors_named(self.path):
+        with errors_named(self.label):
             self.study.set_user_attr(name, records.to_builtins(value))
 
     def replace_layers(self, layers: Sequence[LayerTrace]) -> None:
@@ -191,14 +203,16 @@ class StudyStore:
                 "--study"
             )
 
-    def fail_abandoned_trials(self) -> None:
-        """Ends the trials that a killed run left running. What they measured is kept.
+    def running_trials(self) -> dict[int, str | None]:
+        """Returns the numbers of the running trials, each with who runs it, as far as is known."""
+        with errors_named(self.label):
+            trials = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+        return {trial.number: trial.user_attrs.get(WORKER) for trial in trials}
 
-        Only for whoever is alone with the study: otherwise they may be another's.
-        """
-        with errors_named(self.path):
-            for trial in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-                self.study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
+    def give_up_trial(self, number: int) -> None:
+        """Ends a trial that whoever ran it has left running. What it measured is kept."""
+        with errors_named(self.label):
+            self.study.tell(number, state=TrialState.FAIL, skip_if_finished=True)
 
     def write_baseline(self, name: str, policy: Policy, outcome: Outcome) -> None:
         """Stores a baseline that is no point of the search space."""
@@ -216,7 +230,7 @@ class StudyStore:
 
     def forecasts(self) -> list[Candidate]:
         """Returns every policy that was forecast, in that order."""
-        with _reading(self.path):
+        with _reading(self.label):
             attributes = self.study.user_attrs
         found = []
         for name, stored in attributes.items():
@@ -316,24 +330,30 @@ class StudyStore:
 
     def candidates(self) -> list[Candidate]:
         """Returns every policy that was measured, each once, in the order of measuring."""
-        found: dict[str, Candidate] = {}
-        with _reading(self.path):
-            attributes = self.study.user_attrs
+        found = {candidate.policy.key: candidate for candidate in self.references()}
+        with _reading(self.label):
             trials = self.study.get_trials(deepcopy=False)
-        for name, stored in attributes.items():
-            if name.startswith(_REFERENCE_PREFIX):
-                short_name = name.removeprefix(_REFERENCE_PREFIX)
-                baseline = self._candidate(self._decode(stored, _Tried), short_name, True)
-                found.setdefault(baseline.policy.key, baseline)
         for trial in trials:
             candidate = self.trial_candidate(trial)
             if candidate is not None:
                 found.setdefault(candidate.policy.key, candidate)
         return list(found.values())
 
+    def references(self) -> list[Candidate]:
+        """Returns the baselines that are no points of the search space."""
+        with _reading(self.label):
+            attributes = self.study.user_attrs
+        return [
+            self._candidate(
+                self._decode(stored, _Tried), name.removeprefix(_REFERENCE_PREFIX), True
+            )
+            for name, stored in attributes.items()
+            if name.startswith(_REFERENCE_PREFIX)
+        ]
+
     def claims(self, *, but: int | None = None) -> set[str]:
         """Returns the keys of the policies that running trials measure, trial `but` left out."""
-        with _reading(self.path):
+        with _reading(self.label):
             trials = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
         return {
             self._decode(trial.user_attrs["policy"], Policy).key
@@ -361,7 +381,7 @@ class StudyStore:
         attributes: dict[str, Any],
     ) -> None:
         """Adds a complete trial that was not asked for: what was measured elsewhere, or before."""
-        with storage_errors_named(self.path):
+        with storage_errors_named(self.label):
             self.study.add_trial(
                 optuna.create_trial(
                     value=seconds,
@@ -394,13 +414,13 @@ class StudyStore:
         found = self._optional(name, value_type)
         if found is None:
             raise StudyFileError(
-                f"{self.path} holds a study {self.name!r} that sac-search did not write "
+                f"{self.label} holds a study {self.name!r} that sac-search did not write "
                 f"(it has no {name}); name another one with --study"
             )
         return found
 
     def _optional(self, name: str, value_type: type[T]) -> T | None:
-        with _reading(self.path):
+        with _reading(self.label):
             stored = self.study.user_attrs.get(name)
         return None if stored is None else self._decode(stored, value_type)
 
@@ -409,7 +429,26 @@ class StudyStore:
             # By way of JSON, so that what it cannot hold is refused: NaN, half a surrogate pair.
             return records.decode(records.encode(stored), value_type)
         except (ValueError, TypeError, OverflowError, RecursionError) as error:
-            raise StudyFileError(f"{self.path}: study {self.name!r} is damaged: {error}") from error
+            raise StudyFileError(
+                f"{self.label}: study {self.name!r} is damaged: {error}"
+            ) from error
+
+
+class TrialReader:
+    """Reads what the trials of a study measured, each once it is there."""
+
+    def __init__(self, store: StudyStore) -> None:
+        self._store = store
+        self._finished = 0
+
+    def new(self) -> list[Candidate]:
+        """Returns what was measured since the last time; what has not ended yet may come again."""
+        with _reading(self._store.label):
+            trials = self._store.study.get_trials(deepcopy=False)[self._finished :]
+        found = [self._store.trial_candidate(trial) for trial in trials]
+        ended = itertools.takewhile(lambda trial: trial.state.is_finished(), trials)
+        self._finished += len(list(ended))
+        return [candidate for candidate in found if candidate is not None]
 
 
 def name_of_trial(trial: FrozenTrial | optuna.Trial) -> str:
@@ -428,19 +467,21 @@ def create_study(
     layers: Sequence[LayerTrace],
     series: str | None = None,
     evidence: Evidence = Evidence.MEASURED,
+    storage: str | None = None,
 ) -> StudyStore:
-    """Makes a new study in `folder`, named like it.
+    """Makes a new study in `folder`, named like it; in `storage`, where one is given.
 
     `series` is the name under which it is continued, when the folder has a number besides.
 
     Raises:
-        StudyFileError: the file cannot be written.
+        StudyFileError: the file, or the storage, cannot be written.
     """
     path = folder / DATABASE_NAME
     make_folder(folder)
-    with errors_named(path):
+    label = _label(folder, storage)
+    with errors_named(label):
         study = optuna.create_study(
-            storage=storage_at(path),
+            storage=storage_at(path) if storage is None else shared_storage(storage),
             study_name=folder.name,
             direction="minimize",
             load_if_exists=True,  # one that was killed before it had begun
@@ -448,7 +489,7 @@ def create_study(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             study.set_metric_names(["step_seconds"])
-    store = StudyStore(study, path)
+    store = StudyStore(study, path, label)
     store.write("series", series or folder.name)
     store.write("budget_bytes", budget_bytes)
     store.write("environment", environment)
@@ -459,17 +500,30 @@ def create_study(
     return store
 
 
-def open_study(folder: Path) -> StudyStore:
-    """Opens the study in `folder`.
+def open_study(folder: Path, storage: str | None = None) -> StudyStore:
+    """Opens the study in `folder`, or the one of that name in `storage`.
 
     Raises:
         StudyNotFound: there is none.
         StudyFileError: it cannot be read, or a newer sac-search wrote it.
     """
+    label = _label(folder, storage)
+    study = _open_file(folder) if storage is None else _open_shared(folder.name, storage)
+    with _reading(label):
+        version = study.user_attrs["schema_version"]
+    if not isinstance(version, int) or version > SCHEMA_VERSION:
+        raise StudyFileError(
+            f"{label} has schema version {version}, written by a newer sac-search; "
+            f"this one reads up to {SCHEMA_VERSION}. Upgrade sac-search, or use another --study"
+        )
+    return StudyStore(study, folder / DATABASE_NAME, label)
+
+
+def _open_file(folder: Path) -> optuna.Study:
     path = folder / DATABASE_NAME
     if not os.path.isfile(path):
         raise StudyNotFound(f"there is no study in {folder} (no {DATABASE_NAME})")
-    if not _is_made(path):
+    if not is_made(path):
         raise StudyNotFound(f"{path} holds no study that was begun")
     with _reading(path):
         storage = storage_at(path)
@@ -486,14 +540,30 @@ def open_study(folder: Path) -> StudyStore:
             raise StudyNotFound(f"{path} holds no study that was begun")
         # A copied folder may have another name than the study in it.
         chosen = next((study for study in begun if study.study_name == folder.name), begun[0])
-        study = optuna.load_study(study_name=chosen.study_name, storage=storage)
-        version = chosen.user_attrs["schema_version"]
-    if not isinstance(version, int) or version > SCHEMA_VERSION:
-        raise StudyFileError(
-            f"{path} has schema version {version}, written by a newer sac-search; "
-            f"this one reads up to {SCHEMA_VERSION}. Upgrade sac-search, or use another --study"
-        )
-    return StudyStore(study, path)
+        return optuna.load_study(study_name=chosen.study_name, storage=storage)
+
+
+def _open_shared(name: str, storage: str) -> optuna.Study:
+    label = address_without_password(storage)
+    with _reading(label):
+        try:
+            study = optuna.load_study(study_name=name, storage=shared_storage(storage))
+        except KeyError:
+            raise StudyNotFound(f"there is no study {name!r} in {label}") from None
+        if "schema_version" in study.user_attrs:
+            return study
+        if study.get_trials(deepcopy=False):
+            raise StudyFileError(
+                f"{label} holds a study {name!r} that sac-search did not write; "
+                "name another one with --study"
+            )
+    raise StudyNotFound(f"the study {name!r} in {label} was never begun")
+
+
+def _label(folder: Path, storage: str | None) -> str:
+    if storage is None:
+        return str(folder / DATABASE_NAME)
+    return f"study {folder.name!r} in {address_without_password(storage)}"
 
 
 def check_same(
@@ -540,19 +610,19 @@ def check_same_budget(store: StudyStore, budget_bytes: int) -> None:
         )
 
 
-def newest_folder(root: Path, name: str) -> Path | None:
+def newest_folder(root: Path, name: str, storage: str | None = None) -> Path | None:
     """Returns the folder of the newest study of the series `name`, `name-2`, `name-3`, …
 
     A study that a user named `gpt-2` is none of the series `gpt`.
     """
-    studies = reversed(_series(root, name))
-    return next((folder for folder in studies if _is_of_series(folder, name)), None)
+    studies = reversed(_series(root, name, storage))
+    return next((folder for folder in studies if _is_of_series(folder, name, storage)), None)
 
 
-def unused_folder(root: Path, name: str) -> Path:
+def unused_folder(root: Path, name: str, storage: str | None = None) -> Path:
     """Returns the folder for the next study of the series."""
-    taken = [_number(folder, name) for folder in _series(root, name)]
-    if 1 not in taken and newest_folder(root, name) is None:
+    taken = [_number(folder, name) for folder in _series(root, name, storage)]
+    if 1 not in taken and newest_folder(root, name, storage) is None:
         return root / name
     return root / f"{name}-{max(taken) + 1}"
 
@@ -567,29 +637,38 @@ def make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
 
 
-def list_studies(root: Path) -> list[Path]:
+def list_studies(root: Path, storage: str | None = None) -> list[Path]:
     """Returns the folders below `root` that hold a study.
 
+    Of a storage that is shared, those that its studies have here, whether they are made or not.
+
     Raises:
-        StudyFileError: `root` cannot be read.
+        StudyFileError: `root`, or the storage, cannot be read.
     """
+    if storage is not None:
+        with errors_named(address_without_password(storage)):
+            found = optuna.get_all_study_summaries(
+                shared_storage(storage), include_best_trial=False
+            )
+        ours = (study for study in found if "series" in study.user_attrs)
+        return sorted(root / study.study_name for study in ours)
     if not os.path.isdir(root):
         return []
     with errors_named(root):
         return sorted(f for f in root.iterdir() if os.path.isfile(f / DATABASE_NAME))
 
 
-def _series(root: Path, name: str) -> list[Path]:
+def _series(root: Path, name: str, storage: str | None) -> list[Path]:
     """Returns the folders that hold a study and are numbered like the series, oldest first."""
-    numbered = [folder for folder in list_studies(root) if _number(folder, name)]
+    numbered = [folder for folder in list_studies(root, storage) if _number(folder, name)]
     return sorted(numbered, key=lambda folder: _number(folder, name))
 
 
-def _is_of_series(folder: Path, name: str) -> bool:
+def _is_of_series(folder: Path, name: str, storage: str | None) -> bool:
     if folder.name == name:
         return True
     try:
-        return open_study(folder).series == name
+        return open_study(folder, storage).series == name
     except StudyNotFound:
         return True  # killed while it was being made
     except StudyFileError:
@@ -604,82 +683,11 @@ def _number(folder: Path, name: str) -> int:
     return int(match[1]) if match and int(match[1]) > 1 else 0
 
 
-def storage_at(path: Path) -> optuna.storages.RDBStorage:
-    """Returns Optuna's storage in a file.
-
-    Raises:
-        StudyFileError: the file is of another release of Optuna.
-    """
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            return optuna.storages.RDBStorage(
-                "sqlite:///study.db",
-                engine_kwargs={"creator": functools.partial(_connect, path.resolve())},
-                heartbeat_interval=_HEARTBEAT_SECONDS,
-                grace_period=_GRACE_SECONDS,
-            )
-    except RuntimeError as error:  # a database of another release of Optuna
-        raise StudyFileError(f"{path} cannot be used as a study: {error}") from error
-
-
-def _is_made(path: Path) -> bool:
-    """Returns whether Optuna has made its tables in the file.
-
-    Opening a file in which it has not makes them, and two that do so at once meet: only whoever
-    makes the study may.
-    """
-    with contextlib.closing(_connect(path)) as connection:
-        try:
-            [count] = connection.execute("SELECT COUNT(*) FROM alembic_version").fetchone()
-        except sqlite3.OperationalError as error:
-            return "no such table" not in str(error)
-        except sqlite3.DatabaseError:  # no database: whoever opens it is told
-            return True
-    return bool(count)
-
-
-def _connect(path: Path) -> sqlite3.Connection:
-    # The path itself, for in an address `?` and `%` would mean something. A transaction that only
-    # asks for the write lock when it first writes fails at once, without waiting, when another
-    # process does the same.
-    return sqlite3.connect(
-        path,
-        timeout=_LOCK_TIMEOUT_SECONDS,
-        check_same_thread=False,
-        isolation_level="IMMEDIATE",
-    )
-
-
 @contextlib.contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    """Turns what goes wrong when records are read into an error that names the file."""
+def _reading(where: Path | str) -> Iterator[None]:
+    """Turns what goes wrong when records are read into an error that says where they are."""
     try:
-        with errors_named(path):
+        with errors_named(where):
             yield
     except (ValueError, RecursionError) as error:
-        raise StudyFileError(f"{path}: the study is damaged: {error}") from error
-
-
-@contextlib.contextmanager
-def storage_errors_named(path: Path) -> Iterator[None]:
-    """Turns errors of the database into one that names the file."""
-    try:
-        yield
-    except (sqlalchemy.exc.SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
-        cause = str(error.__cause__ or error).splitlines()[0]
-        raise StudyFileError(
-            f"{path} cannot be used as a study: {cause}. What it holds was left as it is; free it, "
-            "mend it, or name another study with --study"
-        ) from error
-
-
-@contextlib.contextmanager
-def errors_named(path: Path) -> Iterator[None]:
-    """Turns errors of the file system and the database into one that names the file."""
-    try:
-        with storage_errors_named(path):
-            yield
-    except OSError as error:
-        raise StudyFileError(f"{path}: {error.strerror or error}") from error
+        raise StudyFileError(f"{where}: the study is damaged: {error}") from error

@@ -12,16 +12,12 @@ from sac_search.errors import StudyError
 from sac_search.space import Decision
 from sac_search.study.candidate import Candidate, drift_free_seconds
 from sac_search.study.dashboard import readable_policy
-from sac_search.study.store import (
-    StudyStore,
-    list_studies,
-    open_study,
-    storage_errors_named,
-)
+from sac_search.study.storage import storage_errors_named
+from sac_search.study.store import StudyStore, list_studies, open_study
 from sac_search.trace import LayerTrace
 
 
-def adopt_trace(store: StudyStore, root: Path) -> None:
+def adopt_trace(store: StudyStore, root: Path, storage: str | None = None) -> None:
     """Takes over the traced layers of a study that others of this environment can start from.
 
     Traced seconds differ from one trace to the next, and with them the decisions that are worth
@@ -29,7 +25,7 @@ def adopt_trace(store: StudyStore, root: Path) -> None:
     """
     if store.decisions is not None or store.candidates():
         return
-    for other in _others(store, root):
+    for other in _others(store, root, storage):
         if _shape_of(other.layers) == _shape_of(store.layers):
             store.replace_layers(other.layers)
             return
@@ -39,20 +35,22 @@ def _shape_of(layers: Sequence[LayerTrace]) -> list[tuple[str, str, list[str]]]:
     return [(la.name, la.kind, [op.site_name for op in la.ops]) for la in layers]
 
 
-def _others(store: StudyStore, root: Path) -> Iterator[StudyStore]:
+def _others(store: StudyStore, root: Path, storage: str | None) -> Iterator[StudyStore]:
     """Yields the studies beside this one that were measured in the same environment."""
-    for folder in list_studies(root):
+    for folder in list_studies(root, storage):
         if folder.resolve() == store.folder.resolve():
             continue
         try:
-            other = open_study(folder)
+            other = open_study(folder, storage)
             if not other.environment.differences(store.environment):
                 yield other
         except StudyError:  # damaged, or of another release: it has nothing to give
             continue
 
 
-def start_from_others(store: StudyStore, root: Path, decisions: Sequence[Decision]) -> list[str]:
+def start_from_others(
+    store: StudyStore, root: Path, decisions: Sequence[Decision], storage: str | None = None
+) -> list[str]:
     """Copies into a new study what the studies beside it measured in the same environment.
 
     Those with other layers or other decisions are left out. Returns the names of the studies that
@@ -62,7 +60,7 @@ def start_from_others(store: StudyStore, root: Path, decisions: Sequence[Decisio
         return []
     taken: list[str] = []
     known: set[str] = set()
-    for other in _others(store, root):
+    for other in _others(store, root, storage):
         try:
             copied = _has_same_decisions(other, store, decisions) and _copy(other, store, known)
         except StudyError:
@@ -88,7 +86,7 @@ def _copy(other: StudyStore, store: StudyStore, known: set[str]) -> bool:
     }
     if not measured:
         return False
-    with storage_errors_named(other.path):
+    with storage_errors_named(other.label):
         trials = other.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
     as_trials = {c.policy.key: t for t in trials if (c := other.trial_candidate(t)) is not None}
     for key, candidate in measured.items():

@@ -23,7 +23,7 @@ import msgspec
 
 from sac_search import errors
 from sac_search.rates import find_rates
-from sac_search.records import encode, spell_out
+from sac_search.records import encode
 from sac_search.worker.dry_session import DrySession
 from sac_search.worker.protocol import METHODS, Comparison, RemoteError, Reply, Request
 from sac_search.worker.session import Session, SessionSettings, open_session
@@ -93,12 +93,12 @@ class _Server:
         try:
             result = self._run(request.method, argument)
         except errors.SacSearchError as error:
-            return Reply(number=request.number, error=_remote(error))
+            return Reply(number=request.number, error=RemoteError.of(error))
         except Exception as error:
             traceback.print_exc()
             text = "".join(traceback.format_exception_only(error)).strip()
             broken = errors.WorkerError(f"the worker failed in {request.method}: {text}")
-            return Reply(number=request.number, error=_remote(broken), healthy=False)
+            return Reply(number=request.number, error=RemoteError.of(broken), healthy=False)
         healthy = request.method in ("load", "describe") or self._loaded().is_healthy()
         return Reply(number=request.number, result=msgspec.Raw(encode(result)), healthy=healthy)
 
@@ -124,14 +124,6 @@ def _open(settings: SessionSettings) -> Session | DrySession:
     if settings.forecast_device is None:
         return open_session(settings)
     return DrySession(settings, find_rates(settings.forecast_device))
-
-
-def _remote(error: errors.SacSearchError) -> RemoteError:
-    return RemoteError(
-        type_name=type(error).__name__,
-        message=spell_out(str(error)),
-        user_traceback=spell_out(getattr(error, "user_traceback", "")),
-    )
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from sac_search.records import Failure, FailureKind, Outcome
 from sac_search.timeline import Timeline
 from sac_search.worker.group import GroupWorker, current_group
 from sac_search.worker.process import WorkerLost, WorkerProcess, nonsense
-from sac_search.worker.protocol import METHODS, Comparison, Reply
+from sac_search.worker.protocol import METHODS, Comparison
 from sac_search.worker.session import (
     Description,
     ForecastPeak,
@@ -249,7 +249,7 @@ class WorkerClient:
         try:
             reply = self._process.exchange(method, argument, timeout_seconds)
             if reply.error is not None:
-                raise _local_error(reply)
+                raise reply.error.local()
             result = msgspec.json.decode(reply.result, type=METHODS[method].result_type)
         except msgspec.DecodeError as error:
             self.close()
@@ -265,12 +265,3 @@ class WorkerClient:
 
 def _has_diverged(failure: Failure | None) -> bool:
     return failure is not None and failure.kind is FailureKind.NON_FINITE_LOSS
-
-
-def _local_error(reply: Reply) -> errors.SacSearchError:
-    assert reply.error is not None
-    error_type = getattr(errors, reply.error.type_name, errors.WorkerError)
-    if error_type is errors.WorkloadError:
-        return errors.WorkloadError(reply.error.message, user_traceback=reply.error.user_traceback)
-    found: errors.SacSearchError = error_type(reply.error.message)
-    return found

@@ -7,10 +7,11 @@ from typing import Any
 
 import msgspec
 
+from sac_search import errors
 from sac_search.forecaster import ProfileRequest
 from sac_search.policy import Policy
 from sac_search.profile import Profile
-from sac_search.records import Outcome
+from sac_search.records import Outcome, spell_out
 from sac_search.timeline import Timeline
 from sac_search.worker.session import Description, ForecastPeak, SessionSettings, Verdict
 
@@ -36,6 +37,23 @@ class RemoteError:
     """Its text."""
     user_traceback: str = ""
     """The traceback of the user's own code."""
+
+    @classmethod
+    def of(cls, error: errors.SacSearchError) -> RemoteError:
+        """Returns what stands for an exception here."""
+        return cls(
+            type_name=type(error).__name__,
+            message=spell_out(str(error)),
+            user_traceback=spell_out(getattr(error, "user_traceback", "")),
+        )
+
+    def local(self) -> errors.SacSearchError:
+        """Returns the exception that it stands for."""
+        error_type = getattr(errors, self.type_name, errors.WorkerError)
+        if error_type is errors.WorkloadError:
+            return errors.WorkloadError(self.message, user_traceback=self.user_traceback)
+        found: errors.SacSearchError = error_type(self.message)
+        return found
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):

@@ -36,7 +36,7 @@ from sac_search.errors import (
 from sac_search.policy import Policy, checkpoint_layers
 from sac_search.records import SCHEMA_VERSION
 from sac_search.space import LayerChoiceMode, build_space
-from sac_search.study import store as store_module
+from sac_search.study import storage as storage_module
 from sac_search.study.sampler import SamplerName
 from sac_search.study.sharing import joined, turn
 from sac_search.study.store import (
@@ -311,7 +311,7 @@ def test_a_missing_record_is_named(tmp_path: Path) -> None:
 def test_a_locked_database_is_named_and_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_module, "_LOCK_TIMEOUT_SECONDS", 0.05)
+    monkeypatch.setattr(storage_module, "_LOCK_TIMEOUT_SECONDS", 0.05)
     store = copied(tmp_path)
     search = make_search(ScriptedMeasurer(), BUDGET_BYTES, store=store, trials=3)
     with contextlib.closing(sqlite3.connect(store.path, isolation_level=None)) as other:
@@ -321,7 +321,8 @@ def test_a_locked_database_is_named_and_left_alone(
             lambda: create(tmp_path / "gpt"),
             lambda: store.write("winner", "x"),
             store.candidates,
-            store.fail_abandoned_trials,
+            store.running_trials,
+            lambda: store.give_up_trial(0),
             search.run,
         ]
         for attempt in attempts:
@@ -455,7 +456,8 @@ def test_trials_that_a_killed_run_left_running_are_ended_and_keep_their_figures(
     measured.set_user_attr("outcome", records.to_builtins(make_outcome()))
 
     opened = open_study(tmp_path / "gpt")
-    opened.fail_abandoned_trials()
+    with joined(tmp_path / "gpt") as alone:
+        alone.reclaim(opened)
 
     assert [t.state for t in opened.study.get_trials()] == [TrialState.FAIL, TrialState.FAIL]
     assert [(c.name, c.outcome) for c in opened.candidates()] == [("trial 0", make_outcome())]

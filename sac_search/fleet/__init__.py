@@ -1,0 +1,1 @@
+"""Several searches of one study, started together: on the devices of a machine, or of a cluster."""
