@@ -195,7 +195,13 @@ class _Stages:
             return self._searched(search)
         except KeyboardInterrupt:
             self._acknowledge()
+            self._give_up_own_trials(search.store)
             return None
+
+    def _give_up_own_trials(self, store: StudyStore) -> None:
+        for number, worker in store.running_trials().items():
+            if worker == self.membership.worker:
+                store.give_up_trial(number)
 
     def _acknowledge(self) -> None:
         interrupts.acknowledge()

@@ -47,6 +47,10 @@ NOT_RUN = {
     ("concepts/ranks.md", "needs a process group"),
     ("reading.md", "serves until it is interrupted"),
     ("concepts/ranks.md", "needs several processes with accelerators"),
+    ("concepts/workers.md", "needs several accelerators"),
+    ("concepts/workers.md", "needs a database"),
+    ("concepts/workers.md", "serves until it is interrupted"),
+    ("concepts/workers.md", "needs a cluster"),
 }
 
 _FENCE = re.compile(
@@ -294,6 +298,7 @@ _INTERNAL = {
     "a forecast has no figures",
     "the ranks did not run as many steps",
     "its answers are out of order",
+    "the last try returns or raises",
 }
 # Parts of messages that are quoted under what they are a part of.
 _PARTS = {

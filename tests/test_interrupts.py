@@ -79,3 +79,66 @@ def test_other_threads_change_nothing() -> None:
     thread.start()
     thread.join()
     assert seen == [signal.default_int_handler]
+
+
+def test_one_that_is_put_off_is_raised_in_the_end() -> None:
+    done = []
+
+    def work() -> None:
+        with interrupts.put_off():
+            with interrupts.put_off():
+                signal.raise_signal(signal.SIGINT)
+                done.append("inner")
+            done.append("outer")
+        done.append("after")
+
+    with interrupts.listening(signal.SIGINT), pytest.raises(KeyboardInterrupt):
+        work()
+    assert done == ["inner", "outer"]
+
+
+def test_a_second_one_is_not_put_off() -> None:
+    with interrupts.listening(signal.SIGINT), interrupts.put_off():
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        interrupts.acknowledge()
+
+
+def test_where_it_is_allowed_it_is_not_put_off() -> None:
+    done = []
+
+    def work() -> None:
+        with interrupts.allowed():
+            done.append("begun")
+            signal.raise_signal(signal.SIGINT)
+            done.append("never")
+
+    with interrupts.listening(signal.SIGINT), interrupts.put_off():
+        with pytest.raises(KeyboardInterrupt):
+            work()
+        interrupts.acknowledge()
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            work()  # one was waiting, so it does not even begin
+        interrupts.acknowledge()
+        signal.raise_signal(signal.SIGINT)
+        interrupts.acknowledge()
+    assert done == ["begun"]
+
+
+def test_another_threads_work_puts_nothing_off() -> None:
+    def hold() -> None:
+        with interrupts.put_off(), interrupts.allowed(), interrupts.put_off():
+            begun.set()
+            ended.wait(10)
+
+    begun, ended = threading.Event(), threading.Event()
+    thread = threading.Thread(target=hold)
+    with interrupts.listening(signal.SIGINT):
+        thread.start()
+        begun.wait(10)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        ended.set()
+        thread.join()

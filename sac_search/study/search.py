@@ -299,6 +299,10 @@ class Search:
         return self.measurer.forecast(full).peak_bytes is not None
 
     def _advise(self, generator: np.random.Generator) -> Assignment | None:
+        with interrupts.allowed():  # to plan takes a while
+            return self._planned(generator)
+
+    def _planned(self, generator: np.random.Generator) -> Assignment | None:
         self._learn_from_others()
         if self._ready_advisor(self.space.run_modes[0]) is None:
             return None
@@ -460,7 +464,8 @@ class Search:
             self._repeats = 0
             # Baselines are measured whatever their forecast says: all is held against them.
             is_baseline = "baseline" in trial.user_attrs
-            outcome = self.measurer.measure(policy) if is_baseline else self._measure(policy)
+            with interrupts.allowed():
+                outcome = self.measurer.measure(policy) if is_baseline else self._measure(policy)
         else:
             self._repeats += 1
             outcome = known.outcome
@@ -582,6 +587,7 @@ class Search:
     # --- stopping ---------------------------------------------------------------------------------
 
     def _stop_when_finished(self, study: optuna.Study, trial: optuna.trial.FrozenTrial) -> None:
+        interrupts.raise_if_unseen()
         self._learn_from_others()
         if self.is_finished():
             study.stop()

@@ -21,6 +21,7 @@ import sqlalchemy
 import sqlalchemy.exc
 from optuna.storages import BaseStorage
 
+from sac_search import interrupts
 from sac_search.errors import StudyFileError, UsageError
 
 DATABASE_NAME = "study.db"
@@ -117,9 +118,14 @@ def is_made(path: Path) -> bool:
 
 @contextlib.contextmanager
 def storage_errors_named(where: Path | str) -> Iterator[None]:
-    """Turns errors of the storage into one that says where it is."""
+    """Turns errors of the storage into one that says where it is.
+
+    An interrupt waits until the storage is left: a transaction that is left half done keeps others
+    out, and Optuna forgets the interrupt when it comes while a trial is told.
+    """
     try:
-        yield
+        with interrupts.put_off():
+            yield
     except (sqlalchemy.exc.SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
         raise _unusable(where, error.__cause__ or error) from error
     except Exception as error:
