@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from sac_search.policy import Policy
 from sac_search.records import Evidence, Phase
+from sac_search.report.composition import gradients_spared, parts_of_peak
 from sac_search.report.facts import (
     Explanation,
     Fact,
@@ -267,6 +268,8 @@ def _peak(found: Quantities) -> list[Fact]:
             allocated=(tried.allocated, Unit.GIB),
         ),
         *_phases(tried),
+        *parts_of_peak(found, tried),
+        *gradients_spared(found, tried),
         *_kept(found, tried),
         *_fixed(found, tried),
         *_floor(found),

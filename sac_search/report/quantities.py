@@ -13,6 +13,7 @@ from sac_search.space import Granularity, LayerChoiceMode, SearchSpace, build_sp
 from sac_search.study.candidate import Candidate
 from sac_search.study.insights import FrontierEstimate, LayerPrice, SavePrice
 from sac_search.study.result import SearchResult
+from sac_search.timeline import MemoryKind, Timeline
 
 _BYTES_OF_DTYPE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 _BASES = {Evidence.MEASURED: Basis.MEASURED, Evidence.FORECAST: Basis.FORECAST}
@@ -86,6 +87,39 @@ class Tried:
         return Quantity(value, f"{self._path}.{field}", self._basis)
 
 
+class Drawn:
+    """The memory of one step under a policy, as its dry run has it."""
+
+    def __init__(self, timeline: Timeline, path: str, basis: Basis) -> None:
+        self.timeline = timeline
+        self._path = path
+        self._basis = basis
+        self.peak = Quantity(timeline.peak_bytes, f"{path}.peak_bytes", basis)
+
+    @property
+    def kinds(self) -> tuple[MemoryKind, ...]:
+        """What there is to tell apart."""
+        return tuple(self.timeline.kind_bytes)
+
+    def at_peak(self, kind: MemoryKind) -> Quantity:
+        """Returns what is alive of a kind at the highest point."""
+        return self._alive(kind, self.timeline.peak_index, f"{self._path}.peak_index")
+
+    @property
+    def gradients_at_start(self) -> Quantity:
+        """What is alive of gradients once the first op has run."""
+        return self._alive(MemoryKind.GRADIENTS, 0, "0")
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether there are gradients at any point."""
+        return any(self.timeline.kind_bytes.get(MemoryKind.GRADIENTS, ()))
+
+    def _alive(self, kind: MemoryKind, index: int, index_source: str) -> Quantity:
+        source = f"{self._path}.kind_bytes[{str(kind)!r}][{index_source}]"
+        return Quantity(self.timeline.kind_bytes[kind][index], source, self._basis)
+
+
 class Quantities:
     """What one result holds."""
 
@@ -145,9 +179,16 @@ class Quantities:
 
     @property
     def price_basis(self) -> Basis:
-        """What stands behind prices: the search's beliefs, or rates where nothing was measured."""
+        """What stands behind prices and dry runs: beliefs, or forecasts where nothing ran."""
         is_forecast = self.result.evidence is Evidence.FORECAST
         return Basis.FORECAST if is_forecast else Basis.BELIEVED
+
+    def drawn(self, policy: Policy) -> Drawn | None:
+        """Returns the memory of a step under a policy; None where it was not drawn."""
+        for index, entry in enumerate(self.result.timelines):
+            if entry.policy_key == policy.key:
+                return Drawn(entry.timeline, f"timelines[{index}].timeline", self.price_basis)
+        return None
 
     # --- what the search believes -----------------------------------------------------------------
 
