@@ -15,7 +15,7 @@ from sac_search.study.result import SearchResult
 def candidate_table(rows: Sequence[CandidateRow]) -> Table:
     """Returns the table of baselines and winner."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("policy", no_wrap=True)
+    table.add_column("policy", overflow="fold")
     table.add_column("step", justify="right", no_wrap=True)
     table.add_column("overhead", justify="right", no_wrap=True)
     table.add_column("peak", justify="right", no_wrap=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 
 from results import BITWISE, TRIAL, make_result
 from rich.console import Console
+from scripted import make_candidate
 
 from sac_search.report import rows, terminal
 
@@ -13,8 +15,8 @@ from sac_search.report import rows, terminal
 NASTY = "[red]h.0[/red] :bomb: [/bold] \\"
 
 
-def printed(table: object) -> str:
-    console = Console(file=io.StringIO(), width=200)
+def printed(table: object, width: int = 200) -> str:
+    console = Console(file=io.StringIO(), width=width)
     console.print(table)
     return console.file.getvalue()
 
@@ -39,6 +41,17 @@ def test_the_table_of_candidates_has_every_cell_on_one_line() -> None:
     assert [line.split("  ")[0] for line in lines[1:]] == ["none", "full", "best (trial 7)"]
     assert "200.0 ms ±0.4%" in lines[1] and "over" in lines[1]
     assert "2 layers: save matmul" in lines[3]
+
+
+def test_on_eighty_columns_nothing_is_cut_off() -> None:
+    recipe = make_candidate(
+        "save matmul + attention + convolution", policy=TRIAL.policy, seconds=0.25
+    )
+    result = make_result(dataclasses.replace(recipe, is_baseline=True), TRIAL, best=TRIAL)
+    text = printed(terminal.candidate_table(rows.candidate_rows(result)), 80)
+    assert "…" not in text
+    assert " ".join(text.split()).startswith("policy step overhead peak budget what it does")
+    assert "convolution" in text and "250.0 ms ±0.0%" in text
 
 
 def test_the_winner_stands_out_on_a_terminal() -> None:
