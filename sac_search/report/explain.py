@@ -18,12 +18,11 @@ from sac_search.report.facts import (
 )
 from sac_search.report.limits import floor_phase, limits
 from sac_search.report.quantities import Quantities, Tried
+from sac_search.report.rows import SMALLEST_NOISE_FRACTION, beats_bound
 from sac_search.report.trading import more_memory, saving
 from sac_search.study.candidate import rank
 from sac_search.study.result import SearchResult
 
-# Nearer than this to its bound a winner is at it, however steady its steps were.
-_SMALLEST_NOISE_FRACTION = 0.005
 # What is alive in each phase of a step.
 _ALIVE = {
     Phase.FORWARD: (
@@ -162,8 +161,7 @@ def _against_bound(found: Quantities, best: Tried) -> list[Fact]:
     if bound is None or not bound.value:
         return []
     distance = change(best.seconds, bound)
-    noise = max(best.noise.value, _SMALLEST_NOISE_FRACTION)
-    if distance.value < -noise:
+    if beats_bound(distance.value, best.candidate):
         return [
             state(
                 "The planner's bound, {bound}, says nothing here: the winner's step time is "
@@ -172,6 +170,7 @@ def _against_bound(found: Quantities, best: Tried) -> list[Fact]:
                 distance=(distance, Unit.CHANGE),
             )
         ]
+    noise = max(best.noise.value, SMALLEST_NOISE_FRACTION)
     is_near = distance.value <= noise and found.result.evidence is Evidence.MEASURED
     return [
         state(

@@ -16,6 +16,9 @@ from sac_search.study.result import SearchResult
 from sac_search.trace import LayerTrace
 from sac_search.worker.session import Verdict
 
+SMALLEST_NOISE_FRACTION = 0.005
+"""Nearer than this to its bound a winner is at it, however steady its steps were."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CandidateRow:
@@ -224,15 +227,27 @@ def _against_bound(result: SearchResult) -> str:
     bound_seconds, best = result.lower_bound_seconds, result.best
     if not bound_seconds or best is None or best.step_seconds is None:
         return ""
+    bound = units.format_seconds(bound_seconds)
     distance = best.step_seconds / bound_seconds - 1
+    if beats_bound(distance, best):
+        return (
+            f"Faster than the planner's bound, {bound}, by {-100 * distance:.1f}%: what it takes "
+            "ops to cost is rough, so it cannot tell what is left to find."
+        )
     where = f"Within {100 * distance:.1f}% of the planner's bound"
     if distance <= 0:
-        where = f"At the planner's bound ({-100 * distance:.1f}% under it: costs are rough)"
+        where = "At the planner's bound"
     source = "measured steps" if result.evidence is Evidence.MEASURED else "rates"
     return (
-        f"{where}, {units.format_seconds(bound_seconds)}: no policy that saves whole op sites in "
-        f"these layers can be faster, if ops cost what the {source} say and their costs add up."
+        f"{where}, {bound}: no policy that saves whole op sites in these layers can be faster, if "
+        f"ops cost what the {source} say and their costs add up."
     )
+
+
+def beats_bound(distance_fraction: float, best: Candidate) -> bool:
+    """Returns whether a winner is so far under the bound that its noise is not the reason."""
+    noise = 0.0 if best.measurement is None else best.measurement.step_noise_fraction
+    return distance_fraction < -max(noise, SMALLEST_NOISE_FRACTION)
 
 
 def _where_it_would_bind(result: SearchResult) -> str:
@@ -277,9 +292,11 @@ def closing_lines(result: SearchResult) -> list[str]:
     baseline_count = sum(candidate.is_baseline for candidate in result.candidates)
     ruled_out = sum(candidate.is_ruled_out for candidate in result.candidates)
     trials = len(result.candidates) - baseline_count - ruled_out
+    imported = sum(candidate.imported_from is not None for candidate in result.candidates)
     lines = [
         f"Stopped after {baseline_count} baseline{'s' if baseline_count != 1 else ''} and "
         f"{trials} trial{'s' if trials != 1 else ''}"
+        f"{f', {imported} of them measured by other studies' if imported else ''}"
         f"{f', {ruled_out} more ruled out by forecast' if ruled_out else ''}: "
         f"{result.stop_reason}.",
         f"Clock: {_CLOCKS[result.environment.clock]}.",
