@@ -67,8 +67,9 @@ def study_table(results: Sequence[SearchResult]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("study", "workload", "device"):
         table.add_column(name, overflow="fold")
-    for name in ("budget", "measured", "best step", "peak"):
+    for name in ("budget", "tried", "best step", "peak"):
         table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("evidence", no_wrap=True)
     table.add_column("policy", overflow="fold")
     for result in results:
         best = result.best
@@ -86,6 +87,7 @@ def study_table(results: Sequence[SearchResult]) -> Table:
             str(len(result.candidates)),
             step,
             peak,
+            str(result.evidence),
             policy,
         )
         table.add_row(*(Text(cell) for cell in cells))

@@ -9,6 +9,7 @@ from results import BITWISE, TRIAL, make_result
 from rich.console import Console
 from scripted import make_candidate
 
+from sac_search.records import Evidence
 from sac_search.report import rows, terminal
 
 # Markup, an emoji code, a tag that closes nothing and a backslash at the end.
@@ -107,15 +108,22 @@ def test_the_table_of_ops_names_each_kind_once() -> None:
 
 
 def test_the_table_of_studies_tells_the_best_of_each() -> None:
-    text = printed(
-        terminal.study_table([make_result(best=TRIAL), make_result(study_name="unfinished")])
-    )
+    results = [
+        make_result(best=TRIAL),
+        make_result(study_name="unfinished"),
+        make_result(study_name="on paper", best=TRIAL, evidence=Evidence.FORECAST),
+    ]
+    text = printed(terminal.study_table(results))
 
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert lines[1] == (
-        "gpt paper.py:workload paper 6.000 GiB 3 220.0 ms 5.000 GiB 2 layers: save matmul"
+        "gpt paper.py:workload paper 6.000 GiB 3 220.0 ms 5.000 GiB measured "
+        "2 layers: save matmul"
     )
-    assert lines[2] == "unfinished paper.py:workload paper 6.000 GiB 3 – – none verified yet"
+    assert lines[2] == (
+        "unfinished paper.py:workload paper 6.000 GiB 3 – – measured none verified yet"
+    )
+    assert "220.0 ms 5.000 GiB forecast" in lines[3]
 
 
 def test_the_verification_of_the_result_is_the_one_in_the_headline() -> None:
