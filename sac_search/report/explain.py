@@ -210,14 +210,12 @@ def _where_budgets_bind(found: Quantities) -> list[Fact]:
 def _without_winner(found: Quantities) -> list[Fact]:
     result = found.result
     if not found.tried:
-        return [
-            state(
-                "Nothing that was tried under {budget} gave figures",
-                budget=(found.budget, Unit.GIB),
-            )
-        ]
-    ranked = rank(result.candidates, result.budget_bytes)
-    if not ranked:
+        what = "that was tried under {budget} gave figures"
+        if not result.candidates:
+            what = "was tried yet under {budget}"
+        return [state(f"Nothing {what}", budget=(found.budget, Unit.GIB))]
+    first = found.fastest
+    if first is None:
         smallest = found.smallest
         assert smallest is not None
         return [
@@ -231,7 +229,6 @@ def _without_winner(found: Quantities) -> list[Fact]:
                 excess=(smallest.peak - found.budget, Unit.GIB),
             )
         ]
-    first = next(t for t in found.tried if t.candidate is ranked[0])
     fact = state(
         "No policy is verified yet; the fastest so far that fits {budget} is {name} ({policy}): "
         "{step} per step, peak {peak}",

@@ -6,7 +6,7 @@ another search.
 
 from __future__ import annotations
 
-from sac_search.records import Phase
+from sac_search.records import FailureKind, Phase
 from sac_search.report.composition import gradients_kept
 from sac_search.report.facts import Fact, Unit, change, exactly, state
 from sac_search.report.quantities import Quantities, Tried
@@ -55,7 +55,7 @@ def limits(found: Quantities) -> list[Fact]:
     """Returns what limits the step, each with what to do about it."""
     tried = found.subject
     if tried is None:
-        return [_nothing_ran()]
+        return _nothing_ran(found)
     return [
         *_floor_over_budget(found),
         *_peak_phase(found, tried),
@@ -78,11 +78,18 @@ def floor_phase(found: Quantities) -> Phase | None:
     return held[0] if held else Phase.LOSS
 
 
-def _nothing_ran() -> Fact:
-    return Fact(
-        sentence="Even the steps with all layers checkpointed gave no figures.",
-        advice="Use a smaller batch, or a device with more memory.",
-    )
+def _nothing_ran(found: Quantities) -> list[Fact]:
+    full = found.result.full
+    if full is None or full.failure is None:
+        return []  # it may be that there was no time to run it
+    return [
+        Fact(
+            sentence="Even the steps with all layers checkpointed gave no figures.",
+            advice="Use a smaller batch, or a device with more memory."
+            if full.failure.kind is FailureKind.OUT_OF_MEMORY
+            else full.failure.line,
+        )
+    ]
 
 
 def _floor_over_budget(found: Quantities) -> list[Fact]:

@@ -10,7 +10,7 @@ from sac_search.policy import Policy
 from sac_search.records import Evidence, Measurement, Phase
 from sac_search.report.facts import Basis, Quantity, exactly, total
 from sac_search.space import Granularity, LayerChoiceMode, SearchSpace, build_space
-from sac_search.study.candidate import Candidate
+from sac_search.study.candidate import Candidate, rank
 from sac_search.study.insights import FrontierEstimate, LayerPrice, SavePrice
 from sac_search.study.result import SearchResult
 from sac_search.timeline import MemoryKind, Timeline
@@ -147,10 +147,16 @@ class Quantities:
         """The candidate with the smallest peak; None when none has figures."""
         return min(self.tried, key=lambda tried: tried.peak.value, default=None)
 
+    @functools.cached_property
+    def fastest(self) -> Tried | None:
+        """The best so far that fits, verified or not; None when nothing does."""
+        ranked = rank((t.candidate for t in self.tried), self.result.budget_bytes)
+        return next((t for t in self.tried if ranked and t.candidate is ranked[0]), None)
+
     @property
     def subject(self) -> Tried | None:
-        """Whose peak is explained: the winner's, else the smallest."""
-        return self.best or self.smallest
+        """Whose peak is explained: the winner's, else the best so far's, else the smallest."""
+        return self.best or self.fastest or self.smallest
 
     @property
     def parameters(self) -> Quantity | None:
@@ -272,7 +278,10 @@ class Quantities:
         return build_space(layers, LayerChoiceMode.EACH, granularity, tiers=max(1, len(layers)))
 
     def _tried(self, candidate: Candidate | None) -> Tried | None:
-        if candidate is None or candidate.measurement is None or candidate.step_seconds is None:
+        if candidate is None or candidate.measurement is None:
+            return None
+        # Steps without time or memory are those of a broken clock or file: nothing is told by them.
+        if not candidate.step_seconds or not candidate.measurement.allocated_bytes:
             return None
         return Tried(self.result, candidate)
 

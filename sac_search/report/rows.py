@@ -11,7 +11,7 @@ from sac_search.frontier import Frontier, FrontierPoint
 from sac_search.records import Evidence, Measurement, Outcome, Verification
 from sac_search.space import Granularity, label_of, saved_name, unsavable_ops
 from sac_search.study.baselines import COMPILE, COMPILE_FULL, FULL, NONE
-from sac_search.study.candidate import Candidate
+from sac_search.study.candidate import Candidate, rank
 from sac_search.study.result import SearchResult
 from sac_search.trace import LayerTrace
 from sac_search.worker.session import Verdict
@@ -190,9 +190,7 @@ def headline(result: SearchResult) -> list[str]:
     budget = units.format_gib(result.budget_bytes)
     best = result.best
     if best is None or best.measurement is None or best.step_seconds is None:
-        if result.interrupted:
-            return [f"Interrupted before a policy that fits {budget} was found and verified."]
-        return [f"No policy fits {budget}."]
+        return [_why_no_winner(result)]
     peak = units.format_gib(best.measurement.peak_bytes)
     if result.needs_no_checkpointing:
         lines = [
@@ -214,6 +212,26 @@ def headline(result: SearchResult) -> list[str]:
     if result.verification is not None:
         lines.append(verification_line(result))
     return lines
+
+
+def _why_no_winner(result: SearchResult) -> str:
+    budget = units.format_gib(result.budget_bytes)
+    if result.interrupted:
+        return f"Interrupted before a policy that fits {budget} was found and verified."
+    if not result.candidates:
+        return f"Nothing was tried yet for {budget}."
+    ranked = rank(result.candidates, result.budget_bytes)
+    if not ranked:
+        return f"No policy fits {budget}."
+    if result.rejected:
+        return f"No policy that fits {budget} has passed verification."
+    first = ranked[0]
+    assert first.measurement is not None and first.step_seconds is not None
+    return (
+        f"No policy is verified yet. The fastest so far that fits {budget} is {first.name}: "
+        f"{units.format_seconds(first.step_seconds)} per step, "
+        f"peak {units.format_gib(first.measurement.peak_bytes)}."
+    )
 
 
 def _forecast_line(result: SearchResult) -> str:
@@ -293,12 +311,15 @@ def closing_lines(result: SearchResult) -> list[str]:
     ruled_out = sum(candidate.is_ruled_out for candidate in result.candidates)
     trials = len(result.candidates) - baseline_count - ruled_out
     imported = sum(candidate.imported_from is not None for candidate in result.candidates)
-    lines = [
-        f"Stopped after {baseline_count} baseline{'s' if baseline_count != 1 else ''} and "
-        f"{trials} trial{'s' if trials != 1 else ''}"
+    counts = (
+        f"{_counted(baseline_count, 'baseline')} and {_counted(trials, 'trial')}"
         f"{f', {imported} of them measured by other studies' if imported else ''}"
-        f"{f', {ruled_out} more ruled out by forecast' if ruled_out else ''}: "
-        f"{result.stop_reason}.",
+        f"{f', {ruled_out} more ruled out by forecast' if ruled_out else ''}"
+    )
+    lines = [
+        f"Stopped after {counts}: {result.stop_reason}."
+        if result.stop_reason
+        else f"So far {counts}: the search has not ended, or was killed.",
         f"Clock: {_CLOCKS[result.environment.clock]}.",
     ]
     lines += _compile_lines(result)
@@ -306,6 +327,10 @@ def closing_lines(result: SearchResult) -> list[str]:
     lines += _memory_lines(result)
     lines += [f"Rejected: {reason}" for reason in result.rejected]
     return lines + _file_lines(result)
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'s' if count != 1 else ''}"
 
 
 def _failure_lines(result: SearchResult) -> list[str]:
@@ -325,7 +350,8 @@ def _compile_lines(result: SearchResult) -> list[str]:
     if not seconds:
         return []
     line = (
-        f"Compiling took {units.format_duration(sum(seconds))} for {len(seconds)} policies, "
+        f"Compiling took {units.format_duration(sum(seconds))} for {len(seconds)} "
+        f"{'policies' if len(seconds) > 1 else 'policy'}, "
         f"{units.format_duration(max(seconds))} at the most; no step's time has any of it."
     )
     again = [(c.name, m.recompiles) for c, m in found if m.recompiles]

@@ -285,6 +285,40 @@ def test_a_study_in_which_nothing_ran() -> None:
     assert "worker crashed" in page.visible and not page.has("canvas")
 
 
+def test_a_study_in_which_nothing_was_tried() -> None:
+    page = page_of(dataclasses.replace(make_result(stop_reason=""), candidates=()))
+    assert page.figures == {}
+    assert "Nothing was tried yet for 6.000 GiB." in page.visible
+    assert "Policies" not in page.visible and "Stopped" not in page.visible
+
+
+def test_without_baselines_all_policies_are_listed_at_once() -> None:
+    page = page_of(make_result(CRASHED))
+    assert page.visible.count("trial 9") == 1 and not page.has("details")
+
+
+def test_what_the_planner_believes_is_told_only_where_it_is_drawn() -> None:
+    empty = Insights(saves=(), layers=(), frontier=())
+    assert "dotted line" in page_of(full_result()).visible
+    assert "dotted line" not in page_of(full_result(insights=empty)).visible
+
+
+def test_parts_of_a_small_peak_are_told_in_mib() -> None:
+    timeline = make_timeline(forward=9 * units.MIB, backward=units.MIB)
+    entry = PolicyTimeline(name=NONE, policy_key="a", timeline=timeline)
+    page = page_of(full_result(timelines=(entry,)))
+    assert "saved activations 9.0 MiB, recompute working set 1.0 MiB" in page.visible
+
+
+def test_a_deep_model_folds_out() -> None:
+    layers = make_layers(500)
+    policy = checkpoint_layers([layer.name for layer in layers])
+    best = make_candidate("trial 1", policy=policy, seconds=0.22, peak_bytes=5 * GIB)
+    page = page_of(make_result(NONE_CANDIDATE, best, best=best, layers=layers))
+    assert "The other 452 layers" in page.visible
+    assert len([a for a in page.has("div") if a.get("class") == "strip"]) == 500
+
+
 def test_a_step_that_needs_no_checkpointing() -> None:
     page = page_of(make_result(NONE_CANDIDATE, best=NONE_CANDIDATE, budget_bytes=9 * GIB))
     assert "No checkpointing needed" in page.visible

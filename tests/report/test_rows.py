@@ -215,7 +215,26 @@ def test_the_budget_that_is_suggested_lies_between_the_two_peaks(low: int, width
 
 
 def test_nothing_fits() -> None:
-    assert rows.headline(make_result()) == ["No policy fits 6.000 GiB."]
+    assert rows.headline(make_result(budget_bytes=3 * GIB)) == ["No policy fits 3.000 GiB."]
+
+
+def test_what_fits_and_is_not_verified_is_told() -> None:
+    assert rows.headline(make_result()) == [
+        "No policy is verified yet. The fastest so far that fits 6.000 GiB is trial 7: 220.0 ms "
+        "per step, peak 5.000 GiB."
+    ]
+    assert rows.headline(make_result(rejected=("trial 7: wrong gradients",))) == [
+        "No policy that fits 6.000 GiB has passed verification."
+    ]
+
+
+def test_a_search_that_was_not_begun_or_not_ended_is_not_called_stopped() -> None:
+    result = make_result(stop_reason="")
+    assert rows.closing_lines(result)[0] == (
+        "So far 2 baselines and 1 trial: the search has not ended, or was killed."
+    )
+    nothing = dataclasses.replace(result, candidates=())
+    assert rows.headline(nothing) == ["Nothing was tried yet for 6.000 GiB."]
 
 
 def test_interrupted_before_anything_was_found() -> None:
@@ -449,6 +468,11 @@ def test_a_compiled_winner_is_held_against_compile_alone() -> None:
     assert any(line.startswith("trial 9 was compiled once more") for line in closing)
     assert any("(size mismatch)" in line for line in closing)
     assert closing[-1].endswith("policy.apply(model) in place of torch.compile")
+
+
+def test_one_compiled_policy_is_one() -> None:
+    result = make_result(NONE_CANDIDATE, FULL_CANDIDATE, COMPILED_TRIAL, best=COMPILED_TRIAL)
+    assert any("20s for 1 policy, 20s at" in line for line in rows.closing_lines(result))
 
 
 def test_where_nothing_is_compiled_nothing_is_said_of_it() -> None:

@@ -117,8 +117,7 @@ def test_the_table_of_studies_tells_the_best_of_each() -> None:
 
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert lines[1] == (
-        "gpt paper.py:workload paper 6.000 GiB 3 220.0 ms 5.000 GiB measured "
-        "2 layers: save matmul"
+        "gpt paper.py:workload paper 6.000 GiB 3 220.0 ms 5.000 GiB measured 2 layers: save matmul"
     )
     assert lines[2] == (
         "unfinished paper.py:workload paper 6.000 GiB 3 – – measured none verified yet"
