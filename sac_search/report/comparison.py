@@ -229,8 +229,8 @@ def compare(one: Side, other: Side) -> Comparison:
     notes = []
     if environment:
         notes.append(
-            "These are two environments, so step times are not compared: what differs above may be "
-            "the reason for any difference."
+            "These are two environments, so step times are not compared: what differs between them "
+            "may be the reason for any difference."
         )
     if one.evidence is not other.evidence:
         notes.append(

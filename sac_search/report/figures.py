@@ -61,6 +61,8 @@ _FEW_POLICIES = 10
 _LONG_STEP_SECONDS = 10.0
 # A phase that takes less of the step than this has no room for its name.
 _LEAST_NAMED_FRACTION = 0.12
+# A budget above the highest curve by more than this would leave that a corner of the plot.
+_SIGHT = 2
 # Above the highest curve, for the name of its peak.
 _HEADROOM = 1.22
 
@@ -185,11 +187,13 @@ def memory_over_step(entry: PolicyTimeline, budget_bytes: int, highest_bytes: in
             "bgcolor": "--card",
         }
     )
-    top_gib = max(highest_bytes, budget_bytes if budget_bytes < 2 * highest_bytes else 0)
-    shapes = [_line(y=budget_bytes / units.GIB, color="--budget")]
+    shapes, top_bytes = [], highest_bytes
+    if is_in_sight(budget_bytes, highest_bytes):
+        shapes.append(_line(y=budget_bytes / units.GIB, color="--budget"))
+        top_bytes = max(highest_bytes, budget_bytes)
     shapes += [_line(x=span.first_op, color="--grid", dash="solid") for span in spans[1:]]
     layout = _layout(x="ops that have run", y="live tensors, GiB")
-    layout["yaxis"]["range"] = [0, _HEADROOM * top_gib / units.GIB]
+    layout["yaxis"]["range"] = [0, _HEADROOM * top_bytes / units.GIB]
     layout["xaxis"]["range"] = [0, length]
     layout |= {
         "shapes": shapes,
@@ -198,6 +202,11 @@ def memory_over_step(entry: PolicyTimeline, budget_bytes: int, highest_bytes: in
         "hovermode": "x unified",
     }
     return {"data": traces, "layout": layout}
+
+
+def is_in_sight(budget_bytes: int, highest_bytes: int) -> bool:
+    """Returns whether the budget is drawn above steps that peak at `highest_bytes`."""
+    return budget_bytes < _SIGHT * highest_bytes
 
 
 def trials(result: SearchResult) -> Figure:

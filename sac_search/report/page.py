@@ -20,7 +20,7 @@ from sac_search.errors import UsageError
 from sac_search.records import Evidence
 from sac_search.report import rows
 from sac_search.report.facts import Unit, format_value
-from sac_search.report.figures import KIND_COLORS, Figure, figures
+from sac_search.report.figures import KIND_COLORS, Figure, figures, is_in_sight
 from sac_search.report.markup import bullets, named_values, plot, section, table
 from sac_search.report.points import (
     budget_is_near,
@@ -197,9 +197,15 @@ def _memory(result: SearchResult) -> str:
         _memory_plot(entry, f"memory-{number}")
         for number, entry in sorted(enumerate(result.timelines), key=_comes_last)
     )
+    highest_bytes = max(entry.timeline.peak_bytes for entry in result.timelines)
     caption = (
         "Live tensors while one step runs, op by op, as the forecast counts them; what the "
-        "allocator holds beyond them is not in it. The dashed line is the budget."
+        "allocator holds beyond them is not in it. "
+    )
+    caption += (
+        "The dashed line is the budget."
+        if is_in_sight(result.budget_bytes, highest_bytes)
+        else f"The budget, {units.format_gib(result.budget_bytes)}, is far above."
     )
     body = f'<ul class="legend">{legend}</ul>\n<div class="steps">\n{plots}\n</div>'
     return section("Memory over one step", caption, body)
@@ -355,8 +361,10 @@ def _ops(result: SearchResult) -> str:
         for row in found
     ]
     caption = " ".join(f"{line}." for line in rows.layer_lines(result.layers))
-    caption += " Figures are of the forward pass of one layer."
-    return section("Ops of each layer", caption, table(_OP_COLUMNS, lines))
+    caption += " Figures are of the forward pass of one layer"
+    if result.evidence is Evidence.FORECAST:
+        caption += f", seconds by the published rates of {result.environment.device_name}"
+    return section("Ops of each layer", f"{caption}.", table(_OP_COLUMNS, lines))
 
 
 def _verification(result: SearchResult) -> str:

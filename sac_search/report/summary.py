@@ -38,12 +38,16 @@ def cards(result: SearchResult) -> list[Card]:
 
 def _peak(result: SearchResult, measurement: Measurement) -> Card:
     part = measurement.peak_bytes / result.budget_bytes
-    how = "" if result.evidence is Evidence.MEASURED else ", by forecast"
+    budget = units.format_gib(result.budget_bytes)
     return Card(
         label="Peak of the step",
         value=units.format_gib(measurement.peak_bytes),
-        note=f"{100 * part:.1f}% of the budget of {units.format_gib(result.budget_bytes)}{how}",
+        note=f"{100 * part:.1f}% of the budget of {budget}{_by_forecast(result)}",
     )
+
+
+def _by_forecast(result: SearchResult) -> str:
+    return "" if result.evidence is Evidence.MEASURED else ", by forecast"
 
 
 def _overhead(result: SearchResult, best: Candidate) -> Card:
@@ -54,7 +58,7 @@ def _overhead(result: SearchResult, best: Candidate) -> Card:
         value = units.format_percent(overhead)
         note = (
             f"{units.format_seconds(best.step_seconds)} a step, "
-            f"{units.format_seconds(none.step_seconds)} without checkpointing"
+            f"{units.format_seconds(none.step_seconds)} without checkpointing{_by_forecast(result)}"
         )
     elif best.step_seconds is not None:
         note = f"{units.format_seconds(best.step_seconds)} a step; {note}"
@@ -65,7 +69,7 @@ def _saved_memory(result: SearchResult, measurement: Measurement) -> Card:
     none = result.none
     if none is not None and none.measurement is not None:
         before_bytes, own_bytes = none.measurement.peak_bytes, measurement.peak_bytes
-        where = "without checkpointing"
+        where = f"without checkpointing{_by_forecast(result)}"
     elif none is not None and none.outcome.forecast_peak_bytes is not None:
         # A forecast is of live tensors, so it is held against those.
         before_bytes, own_bytes = none.outcome.forecast_peak_bytes, measurement.allocated_bytes

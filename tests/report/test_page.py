@@ -310,6 +310,15 @@ def test_parts_of_a_small_peak_are_told_in_mib() -> None:
     assert "saved activations 9.0 MiB, recompute working set 1.0 MiB" in page.visible
 
 
+def test_the_budget_is_a_line_above_a_step_only_where_it_can_be_seen() -> None:
+    for budget_bytes, is_drawn in ((1500, True), (6 * GIB, False)):
+        page = page_of(full_result(budget_bytes=budget_bytes, best=None))
+        assert ("The dashed line is the budget." in page.visible) is is_drawn
+        assert ("The budget, 6.000 GiB, is far above." in page.visible) is not is_drawn
+        levels = [shape.get("y0") for shape in page.figures["memory-0"]["layout"]["shapes"]]
+        assert (budget_bytes / GIB in levels) is is_drawn
+
+
 def test_a_deep_model_folds_out() -> None:
     layers = make_layers(500)
     policy = checkpoint_layers([layer.name for layer in layers])
@@ -345,6 +354,9 @@ def test_a_forecast_says_that_it_is_one() -> None:
     assert "This is a forecast: no step was run" in page.visible
     assert "Nothing was verified: no step was run." in page.visible
     assert "How the search went" not in page.visible
+    assert "200.0 ms without checkpointing, by forecast" in page.visible
+    assert "8.000 GiB without checkpointing, by forecast" in page.visible
+    assert "seconds by the published rates of paper." in page.visible
 
 
 def test_compiled_policies() -> None:
