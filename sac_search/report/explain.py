@@ -35,7 +35,7 @@ _ALIVE = {
     ),
     Phase.BACKWARD: (
         "in the backward pass: what the layers still keep, the gradients so far, and what one "
-        "layer recomputes and works with"
+        "layer {does}"
     ),
     Phase.CLIPPING: (
         "after the backward pass, before the optimizer: parameters, gradients, optimizer state, "
@@ -257,10 +257,12 @@ def _peak(found: Quantities) -> list[Fact]:
     if tried is None:
         return []
     phase = tried.measurement.peak_phase
+    does = "recomputes and works with" if tried.candidate.policy.layers else "works with"
     return [
         state(
-            "The peak of {name}, {allocated} of tensors, is " + _ALIVE[phase],
+            "The peak of {name}, {allocated} of tensors, is {alive}",
             name=tried.name,
+            alive=_ALIVE[phase].format(does=does),
             allocated=(tried.allocated, Unit.GIB),
         ),
         *_phases(tried),

@@ -287,6 +287,12 @@ def test_a_budget_that_does_not_bind() -> None:
     assert {s.title for s in explanation.sections} == {STANDING, PEAK}
 
 
+def test_without_checkpointing_nothing_is_recomputed() -> None:
+    for name, words in (("no checkpointing", "works with"), ("winner", "recomputes and works")):
+        [line] = said(RESULTS[name], PEAK, "The peak of")
+        assert f"what one layer {words}" in line
+
+
 def test_nothing_fits() -> None:
     assert sentences(explain(RESULTS["none fits, measured"]), STANDING) == [
         "No policy fits 3.000 GiB: the smallest peak is 4.000 GiB, by full (2 layers: recompute "
