@@ -59,8 +59,8 @@ _HOVER_WIDTH = 44
 _FEW_POLICIES = 10
 # From here on seconds are easier to read than milliseconds.
 _LONG_STEP_SECONDS = 10.0
-# A phase that takes less of the step than this has no room for its name.
-_LEAST_NAMED_FRACTION = 0.12
+# What a letter of a phase's name needs of the step: a phase that is shorter has no room for it.
+_LETTER_FRACTION = 0.015
 # A budget above the highest curve by more than this would leave that a corner of the plot.
 _SIGHT = 2
 # Above the highest curve, for the name of its peak.
@@ -170,7 +170,7 @@ def memory_over_step(entry: PolicyTimeline, budget_bytes: int, highest_bytes: in
     notes = [
         _note(str(span.phase), x=(span.first_op + span.last_op) / 2, color="--muted", middle=True)
         for span in spans
-        if (span.last_op - span.first_op) / length >= _LEAST_NAMED_FRACTION
+        if (span.last_op - span.first_op) / length >= _LETTER_FRACTION * len(span.phase)
     ]
     is_late = at > length / 2
     notes.append(

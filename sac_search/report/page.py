@@ -194,7 +194,7 @@ def _memory(result: SearchResult) -> str:
         for kind, color in KIND_COLORS.items()
     )
     plots = "\n".join(
-        _memory_plot(entry, f"memory-{number}")
+        _memory_plot(entry, _name_of(result, entry), f"memory-{number}")
         for number, entry in sorted(enumerate(result.timelines), key=_comes_last)
     )
     highest_bytes = max(entry.timeline.peak_bytes for entry in result.timelines)
@@ -211,15 +211,20 @@ def _memory(result: SearchResult) -> str:
     return section("Memory over one step", caption, body)
 
 
-def _memory_plot(entry: PolicyTimeline, name: str) -> str:
+def _name_of(result: SearchResult, entry: PolicyTimeline) -> str:
+    is_best = result.best is not None and entry.policy_key == result.best.policy.key
+    return f"best ({entry.name})" if is_best else entry.name
+
+
+def _memory_plot(entry: PolicyTimeline, title: str, place: str) -> str:
     peak = units.format_gib(entry.timeline.peak_bytes)
     told = f"peak {peak} in {peak_name(entry.timeline)}"
     parts = ", ".join(
         f"{kind} {format_value(size, Unit.MIB)}" for kind, size in peak_parts(entry.timeline)
     )
     return (
-        f'<div><h3>{escape(entry.name)}</h3><p class="caption">{escape(told)}: {escape(parts)}</p>'
-        f"{plot(name, f'Memory over one step: {entry.name}, {told}')}</div>"
+        f'<div><h3>{escape(title)}</h3><p class="caption">{escape(told)}: {escape(parts)}</p>'
+        f"{plot(place, f'Memory over one step: {title}, {told}')}</div>"
     )
 
 

@@ -23,7 +23,7 @@ from sac_search import units
 from sac_search.compiling import CompileOptions
 from sac_search.errors import UsageError
 from sac_search.policy import Compiled, Policy, Tier, checkpoint_layers
-from sac_search.records import Evidence, FailureKind
+from sac_search.records import Evidence, FailureKind, Phase
 from sac_search.report.page import _packed_plotly, render_page, search_command
 from sac_search.study.baselines import COMPILE, FULL, NONE
 from sac_search.study.candidate import Candidate
@@ -317,6 +317,25 @@ def test_the_budget_is_a_line_above_a_step_only_where_it_can_be_seen() -> None:
         assert ("The budget, 6.000 GiB, is far above." in page.visible) is not is_drawn
         levels = [shape.get("y0") for shape in page.figures["memory-0"]["layout"]["shapes"]]
         assert (budget_bytes / GIB in levels) is is_drawn
+
+
+def test_the_winners_memory_is_called_the_bests() -> None:
+    keys = (Policy().key, FULL_CANDIDATE.policy.key, TRIAL.policy.key)
+    timelines = tuple(
+        dataclasses.replace(t, policy_key=key) for t, key in zip(TIMELINES, keys, strict=True)
+    )
+    page = page_of(full_result(timelines=timelines))
+    places = [a["aria-label"] or "" for a in page.has("div") if a.get("role") == "img"]
+    named = [label.partition(": ")[2].partition(",")[0] for label in places if "Memory" in label]
+    assert named == ["none", "best (trial 7)", "full"]
+
+
+def test_a_phase_is_named_where_there_is_room_for_its_name() -> None:
+    phases = (Phase.FORWARD, Phase.BACKWARD, Phase.CLIPPING, Phase.CLIPPING)
+    timeline = dataclasses.replace(TIMELINES[0].timeline, phases=phases, ops=(0, 11, 80, 100))
+    page = page_of(full_result(timelines=(dataclasses.replace(TIMELINES[0], timeline=timeline),)))
+    notes = page.figures["memory-0"]["layout"]["annotations"]
+    assert [note["text"] for note in notes[:-1]] == ["forward", "backward"]
 
 
 def test_a_deep_model_folds_out() -> None:
