@@ -12,7 +12,7 @@ from sac_search.report.points import peak_name
 from sac_search.report.quantities import Quantities, Tried
 from sac_search.timeline import MemoryKind
 
-# A kind of memory with less of the peak than this is told together with others of its sort.
+# Kinds of memory with less of the peak than this are told together.
 _LEAST_FRACTION = 0.01
 _OTHER_MOMENT = (
     "What was measured peaks in another phase, where the parts may be others: the two moments are "
@@ -49,8 +49,10 @@ def parts_of_peak(found: Quantities, tried: Tried) -> list[Fact]:
     small = [k for k in kinds if k not in large]
     parts = [(str(kind), held[kind]) for kind in large]
     if small:
-        parts.append((" and ".join(map(str, small)), total([held[kind] for kind in small])))
-    told = [f"{{part_{i}}} of {{kind_{i}}} ({{share_{i}}})" for i in range(len(parts))]
+        rest = ", ".join(map(str, small))
+        name = f"the rest: {rest}" if len(small) > 1 else rest
+        parts.append((name, total([held[kind] for kind in small])))
+    told = [f"{{part_{i}}} ({{share_{i}}}) of {{kind_{i}}}" for i in range(len(parts))]
     figures = {f"part_{i}": (part, Unit.MIB) for i, (_, part) in enumerate(parts)}
     shares = {f"share_{i}": (p / drawn.peak, Unit.SHARE) for i, (_, p) in enumerate(parts)}
     is_elsewhere = drawn.timeline.peak_phase is not tried.measurement.peak_phase

@@ -68,10 +68,10 @@ def fact_with(result: SearchResult, word: str) -> Fact:
 
 def test_the_parts_are_told_from_the_largest_and_the_small_ones_together() -> None:
     assert fact_with(result_with(drawn()), "A dry run").text == (
-        "A dry run has its highest point, 1000.0 MiB, in backward, h.1: 500.0 MiB of saved "
-        "activations (50%), 200.0 MiB of recompute working set (20%), 120.0 MiB of optimizer state "
-        "(12%), 118.0 MiB of temporaries (12%), 60.0 MiB of parameters (6.0%), 2.0 MiB of batch "
-        "and other and gradients (0.2%) (believed)."
+        "A dry run has its highest point, 1000.0 MiB, in backward, h.1: 500.0 MiB (50%) of saved "
+        "activations, 200.0 MiB (20%) of recompute working set, 120.0 MiB (12%) of optimizer "
+        "state, 118.0 MiB (12%) of temporaries, 60.0 MiB (6.0%) of parameters, 2.0 MiB (0.2%) of "
+        "the rest: batch and other, gradients (believed)."
     )
 
 
@@ -117,7 +117,7 @@ def test_where_nothing_fits_it_is_the_smallest_peak_that_is_taken_apart() -> Non
     smallest = next(c for c in result.candidates if c.name == "full")
     entry = PolicyTimeline(name="full", policy_key=smallest.policy.key, timeline=drawn(saved=100))
     result = dataclasses.replace(result, best=None, budget_bytes=MIB, timelines=(entry,))
-    assert "100.0 MiB of saved activations" in fact_with(result, "A dry run").sentence
+    assert "100.0 MiB (17%) of saved activations" in fact_with(result, "A dry run").sentence
     check_traced(result)
 
 
