@@ -21,7 +21,7 @@ from sac_search.report.facts import Unit, csv_table, escape_markdown, format_val
 from sac_search.study.result import SearchResult
 
 _LEFT_ALONE = "left alone"
-# Where the same step took longer by more than this, the machine was slower.
+# Where the same step took longer by more than this, and than the noise, the machine was slower.
 _SPEED_FRACTION = 0.03
 # What the bytes of a step depend on, beside its policy and its workload's code.
 _OF_SIZE = ("device", "dtype", "batch_size", "sequence_length", "parameter_count", "world_size")
@@ -311,7 +311,10 @@ def _unlike_speeds(one: Side, other: Side) -> str:
     if not ours or not theirs:
         what, ours, theirs = "with every layer checkpointed", one.full_seconds, other.full_seconds
         instead = ""
-    if not ours or not theirs or max(ours, theirs) / min(ours, theirs) - 1 <= _SPEED_FRACTION:
+    if not ours or not theirs:
+        return ""
+    noise = 2 * math.hypot(one.noise_fraction or 0.0, other.noise_fraction or 0.0)
+    if max(ours, theirs) / min(ours, theirs) - 1 <= max(_SPEED_FRACTION, noise):
         return ""
     return (
         f"The same step, {what}, took {units.format_seconds(ours)} in {one.name} and "

@@ -138,6 +138,15 @@ def test_step_times_of_a_machine_at_two_speeds_are_not_compared() -> None:
     )
 
 
+def test_on_a_noisy_machine_a_small_difference_is_no_other_speed() -> None:
+    noisy = make_candidate(
+        "trial 9", policy=OTHER.policy, seconds=0.222, peak_bytes=5 * GIB, noise=0.03
+    )
+    slower = on_slower_machine(make_result(best=noisy, study_name="other"), 1.05)
+    assert found_between(ONE_RESULT, slower).notes == ()
+    assert found_between(ONE_RESULT, on_slower_machine(OTHER_RESULT, 1.05)).notes != ()
+
+
 def test_where_the_plain_step_does_not_run_speeds_are_told_by_full_checkpointing() -> None:
     one = make_result(FULL_CANDIDATE, TRIAL, best=TRIAL, study_name="one")
     found = found_between(one, on_slower_machine(one, 1.5))
