@@ -18,6 +18,7 @@ from sac_search.errors import UsageError
 from sac_search.policy import Policy, Tier, describe_tier
 from sac_search.records import Environment, Evidence
 from sac_search.report.facts import Unit, csv_table, escape_markdown, format_value
+from sac_search.report.rows import lack_of_winner
 from sac_search.study.result import SearchResult
 
 _LEFT_ALONE = "left alone"
@@ -41,6 +42,8 @@ class Side:
     """Where its figures come from."""
     policy: Policy | None
     """The winner; None when there is none."""
+    lack: str = ""
+    """Why there is none, in a few words."""
     step_seconds: float | None = None
     """Its step time."""
     noise_fraction: float | None = None
@@ -182,6 +185,7 @@ def side_of(result: SearchResult) -> Side:
         budget_bytes=result.budget_bytes,
         evidence=result.evidence,
         policy=None,
+        lack=lack_of_winner(result),
         layers=tuple(layer.name for layer in result.layers),
     )
     best = result.best
@@ -190,6 +194,7 @@ def side_of(result: SearchResult) -> Side:
     return replace(
         side,
         policy=best.policy,
+        lack="",
         step_seconds=best.step_seconds,
         noise_fraction=best.measurement.step_noise_fraction,
         overhead=result.overhead_of(best),
@@ -359,7 +364,7 @@ def _checkpointed(side: Side) -> int | None:
 
 
 def _describe(side: Side) -> str:
-    return "none verified yet" if side.policy is None else side.policy.describe()
+    return side.lack if side.policy is None else side.policy.describe()
 
 
 def _are_of_one_model(one: Side, other: Side) -> bool:

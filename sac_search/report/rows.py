@@ -214,6 +214,15 @@ def headline(result: SearchResult) -> list[str]:
     return lines
 
 
+def lack_of_winner(result: SearchResult) -> str:
+    """Returns why there is no winner, in the few words of a table's cell."""
+    if not result.candidates:
+        return "nothing tried yet"
+    if not rank(result.candidates, result.budget_bytes):
+        return "nothing fits"
+    return "none verified" if result.rejected else "none verified yet"
+
+
 def _why_no_winner(result: SearchResult) -> str:
     budget = units.format_gib(result.budget_bytes)
     if result.interrupted:

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sac_search import units
-from sac_search.report.rows import CandidateRow, FrontierRow, OpRow
+from sac_search.report.rows import CandidateRow, FrontierRow, OpRow, lack_of_winner
 from sac_search.study.result import SearchResult
 
 
@@ -74,7 +74,7 @@ def study_table(results: Sequence[SearchResult]) -> Table:
     for result in results:
         best = result.best
         step = peak = "–"
-        policy = "none verified yet"
+        policy = lack_of_winner(result)
         if best is not None and best.measurement is not None and best.step_seconds is not None:
             step = units.format_seconds(best.step_seconds)
             peak = units.format_gib(best.measurement.peak_bytes)

@@ -24,6 +24,7 @@ from sac_search.failures import make_failure
 from sac_search.policy import Compiled, Policy
 from sac_search.records import Evidence, FailureKind, Outcome
 from sac_search.report import rows
+from sac_search.report.comparison import side_of
 from sac_search.report.summary import cards
 from sac_search.study.baselines import COMPILE, FULL, NONE
 from sac_search.study.candidate import Candidate
@@ -226,6 +227,22 @@ def test_what_fits_and_is_not_verified_is_told() -> None:
     assert rows.headline(make_result(rejected=("trial 7: wrong gradients",))) == [
         "No policy that fits 6.000 GiB has passed verification."
     ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, "none verified yet"),
+        ({"budget_bytes": 3 * GIB}, "nothing fits"),
+        ({"rejected": ("trial 7: wrong gradients",)}, "none verified"),
+    ],
+)
+def test_why_there_is_no_winner_is_told_in_a_cell(changes: dict[str, Any], words: str) -> None:
+    result = make_result(**changes)
+    assert rows.lack_of_winner(result) == words
+    assert side_of(result).lack == words
+    nothing = dataclasses.replace(result, candidates=())
+    assert rows.lack_of_winner(nothing) == "nothing tried yet"
 
 
 def test_a_search_that_was_not_begun_or_not_ended_is_not_called_stopped() -> None:
