@@ -148,7 +148,7 @@ def _against(found: Quantities, best: Tried) -> list[Fact]:
 
 def _best_known(found: Quantities) -> Tried | None:
     """Returns the best baseline that fits; none where that is one of the ends, told already."""
-    baselines = [c for c in found.result.candidates if c.is_baseline]
+    baselines = [t.candidate for t in found.tried if t.candidate.is_baseline]
     ranked = rank(baselines, found.result.budget_bytes)
     ends = [end.candidate for end in (found.none, found.full, found.compile_alone) if end]
     if not ranked or ranked[0] in ends:

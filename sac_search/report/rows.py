@@ -63,14 +63,14 @@ def _candidate_row(
 ) -> CandidateRow:
     measurement = candidate.measurement
     if measurement is None or candidate.step_seconds is None:
-        assert candidate.failure is not None
+        failure = candidate.failure
         return CandidateRow(
             name=name,
             description=candidate.policy.describe(),
             step="–",
             overhead="–",
             peak="–",
-            verdict=str(candidate.failure.kind),
+            verdict="no step time" if failure is None else str(failure.kind),
             is_best=is_best,
         )
     overhead = result.overhead_of(candidate)
@@ -218,9 +218,15 @@ def lack_of_winner(result: SearchResult) -> str:
     """Returns why there is no winner, in the few words of a table's cell."""
     if not result.candidates:
         return "nothing tried yet"
-    if not rank(result.candidates, result.budget_bytes):
+    if not _fitting(result):
         return "nothing fits"
     return "none verified" if result.rejected else "none verified yet"
+
+
+def _fitting(result: SearchResult) -> list[Candidate]:
+    """Returns the candidates that fit, best first; none without a step time is one of them."""
+    timed = (c for c in result.candidates if c.step_seconds is not None)
+    return rank(timed, result.budget_bytes)
 
 
 def _why_no_winner(result: SearchResult) -> str:
@@ -229,7 +235,7 @@ def _why_no_winner(result: SearchResult) -> str:
         return f"Interrupted before a policy that fits {budget} was found and verified."
     if not result.candidates:
         return f"Nothing was tried yet for {budget}."
-    ranked = rank(result.candidates, result.budget_bytes)
+    ranked = _fitting(result)
     if not ranked:
         return f"No policy fits {budget}."
     if result.rejected:

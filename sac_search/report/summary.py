@@ -53,14 +53,15 @@ def _by_forecast(result: SearchResult) -> str:
 def _overhead(result: SearchResult, best: Candidate) -> Card:
     overhead, none = result.overhead_of(best), result.none
     value, note = "–", "the step without checkpointing did not run, so there is no overhead"
-    assert best.step_seconds is not None
+    if best.step_seconds is None:
+        return Card(label="Overhead", value=value, note="the step time is not known")
     if overhead is not None and none is not None and none.step_seconds is not None:
         value = units.format_percent(overhead)
         note = (
             f"{units.format_seconds(best.step_seconds)} a step, "
             f"{units.format_seconds(none.step_seconds)} without checkpointing{_by_forecast(result)}"
         )
-    elif best.step_seconds is not None:
+    else:
         note = f"{units.format_seconds(best.step_seconds)} a step; {note}"
     return Card(label="Overhead", value=value, note=note)
 

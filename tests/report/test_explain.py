@@ -146,6 +146,15 @@ RESULTS = {
             dataclasses.replace(c, step_seconds=0.0) for c in (NONE_CANDIDATE, FULL_CANDIDATE)
         ),
     ),
+    "untimed": make_result(
+        *(
+            dataclasses.replace(c, step_seconds=None)
+            for c in (NONE_CANDIDATE, FULL_CANDIDATE, TRIAL)
+        )
+    ),
+    "untimed baseline": make_result(
+        dataclasses.replace(NONE_CANDIDATE, step_seconds=None), TRIAL, best=TRIAL
+    ),
     "no memory": make_result(
         changed(NONE_CANDIDATE, peak_bytes=0),
         changed(FULL_CANDIDATE, peak_bytes=0),

@@ -292,6 +292,15 @@ def test_a_study_in_which_nothing_was_tried() -> None:
     assert "Policies" not in page.visible and "Stopped" not in page.visible
 
 
+def test_a_study_that_lost_its_step_times_has_a_page() -> None:
+    untimed = [
+        dataclasses.replace(c, step_seconds=None) for c in (NONE_CANDIDATE, FULL_CANDIDATE, TRIAL)
+    ]
+    page = page_of(make_result(*untimed, best=untimed[-1]))
+    assert "no step time" in page.visible and "the step time is not known" in page.visible
+    assert page.figures == {}
+
+
 def test_without_baselines_all_policies_are_listed_at_once() -> None:
     page = page_of(make_result(CRASHED))
     assert page.visible.count("trial 9") == 1 and not page.has("details")

@@ -245,6 +245,12 @@ def test_why_there_is_no_winner_is_told_in_a_cell(changes: dict[str, Any], words
     assert rows.lack_of_winner(nothing) == "nothing tried yet"
 
 
+def test_a_study_without_step_times_can_be_listed() -> None:
+    untimed = dataclasses.replace(TRIAL, step_seconds=None)
+    assert rows.lack_of_winner(make_result(untimed)) == "nothing fits"
+    assert rows.headline(make_result(untimed)) == ["No policy fits 6.000 GiB."]
+
+
 def test_a_search_that_was_not_begun_or_not_ended_is_not_called_stopped() -> None:
     result = make_result(stop_reason="")
     assert rows.closing_lines(result)[0] == (
