@@ -7,6 +7,7 @@ light and dark. What plotly reads as markup is escaped here.
 from __future__ import annotations
 
 import html
+import math
 import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -109,7 +110,7 @@ def trade_off(result: SearchResult) -> Figure:
         shapes.append(_line(x=result.budget_bytes / units.GIB, color="--budget"))
         notes.append(_note("budget", x=result.budget_bytes / units.GIB, color="--budget"))
     bound_seconds = result.lower_bound_seconds
-    if bound_seconds is not None:
+    if bound_seconds is not None and math.isfinite(bound_seconds):
         shapes.append(_line(y=bound_seconds * scale, color="--bound"))
         notes.append(_note("planner's bound", y=bound_seconds * scale, color="--bound"))
     layout = _layout(x="peak of the step, GiB", y=f"step time, {unit}")

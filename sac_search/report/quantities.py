@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
 from dataclasses import dataclass
 
@@ -281,7 +282,10 @@ class Quantities:
         if candidate is None or candidate.measurement is None:
             return None
         # Steps without time or memory are those of a broken clock or file: nothing is told by them.
-        if not candidate.step_seconds or not candidate.measurement.allocated_bytes:
+        measurement = candidate.measurement
+        if not math.isfinite(candidate.step_seconds or 0.0):
+            return None
+        if not (candidate.step_seconds and measurement.allocated_bytes and measurement.peak_bytes):
             return None
         return Tried(self.result, candidate)
 

@@ -335,7 +335,7 @@ def closing_lines(result: SearchResult) -> list[str]:
         f"Stopped after {counts}: {result.stop_reason}."
         if result.stop_reason
         else f"So far {counts}: the search has not ended, or was killed.",
-        f"Clock: {_CLOCKS[result.environment.clock]}.",
+        f"Clock: {_CLOCKS.get(result.environment.clock, result.environment.clock)}.",
     ]
     lines += _compile_lines(result)
     lines += _failure_lines(result)

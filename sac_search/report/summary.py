@@ -37,7 +37,7 @@ def cards(result: SearchResult) -> list[Card]:
 
 
 def _peak(result: SearchResult, measurement: Measurement) -> Card:
-    part = measurement.peak_bytes / result.budget_bytes
+    part = measurement.peak_bytes / max(1, result.budget_bytes)
     budget = units.format_gib(result.budget_bytes)
     return Card(
         label="Peak of the step",

@@ -152,6 +152,9 @@ RESULTS = {
             for c in (NONE_CANDIDATE, FULL_CANDIDATE, TRIAL)
         )
     ),
+    "endless": make_result(
+        NONE_CANDIDATE, dataclasses.replace(FULL_CANDIDATE, step_seconds=float("inf")), best=TRIAL
+    ),
     "untimed baseline": make_result(
         dataclasses.replace(NONE_CANDIDATE, step_seconds=None), TRIAL, best=TRIAL
     ),

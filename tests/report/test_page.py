@@ -301,6 +301,15 @@ def test_a_study_that_lost_its_step_times_has_a_page() -> None:
     assert page.figures == {}
 
 
+def test_figures_that_no_step_has_do_not_keep_a_page_from_being_written() -> None:
+    endless = dataclasses.replace(TRIAL, step_seconds=float("inf"))
+    changes = {"best": endless, "budget_bytes": 0, "bound_overhead_seconds": float("inf")}
+    page = page_of(make_result(NONE_CANDIDATE, endless, **changes))
+    assert [len(trace["x"]) for trace in page.figures["trade-off"]["data"]] == [1]
+    result = make_result(endless, best=endless, environment=other_environment(clock="sundial"))
+    assert page_of(result).figures == {} and "Clock: sundial." in page_of(result).visible
+
+
 def test_without_baselines_all_policies_are_listed_at_once() -> None:
     page = page_of(make_result(CRASHED))
     assert page.visible.count("trial 9") == 1 and not page.has("details")
