@@ -71,8 +71,7 @@ def load_result(folder: Path, storage: str | None = None) -> SearchResult:
         StudyNotFound, StudyFileError: there is no such study, or it cannot be read.
     """
     store = open_study(folder, storage)
-    reason = store.stop_reason or "read from the study"
-    result = make_result(store, stored_winner(store), reason, False, ())
+    result = make_result(store, stored_winner(store), store.stop_reason or "", False, ())
     path = store.folder / REPORT_FILE
     return replace(result, report_path=path) if os.path.isfile(path) else result
 

@@ -13,19 +13,19 @@ def format_gib(size_bytes: float) -> str:
     """Returns `size_bytes` in GiB, with enough digits to tell two small peaks apart."""
     size_gib = size_bytes / GIB
     if abs(size_gib) >= 10:
-        return f"{size_gib:.2f} GiB"
-    return f"{size_gib:.3f} GiB"
+        return f"{size_gib:z.2f} GiB"
+    return f"{size_gib:z.3f} GiB"
 
 
 def format_mib(size_bytes: float) -> str:
     """Returns `size_bytes` in MiB."""
-    return f"{size_bytes / MIB:.1f} MiB"
+    return f"{size_bytes / MIB:z.1f} MiB"
 
 
 def format_seconds(seconds: float) -> str:
     """Returns a step time: milliseconds under ten seconds, seconds above."""
     if seconds < 10:
-        return f"{seconds * 1e3:.1f} ms"
+        return f"{seconds * 1e3:z.1f} ms"
     return f"{seconds:.2f} s"
 
 
@@ -41,7 +41,7 @@ def format_duration(seconds: float) -> str:
 
 def format_percent(fraction: float) -> str:
     """Returns a fraction as a signed percentage: `+4.1%`."""
-    return f"{fraction * 100:+.1f}%"
+    return f"{fraction * 100:+z.1f}%"
 
 
 def parse_bytes(text: str) -> int | None:

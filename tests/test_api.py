@@ -91,7 +91,7 @@ def in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     monkeypatch.setattr(store_module, "storage_at", storage)
-    monkeypatch.setattr(store_module, "is_made", lambda path: True)
+    monkeypatch.setattr(store_module, "is_made", storages.__contains__)
 
 
 def document(root: Path) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -51,7 +52,13 @@ def clean_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     known = set(sys.modules)
     yield
-    for name in {"_bench", "bench_peers", "bench_planner", "bench_forecast"} - known:
+    for name in {
+        "_bench",
+        "bench_peers",
+        "bench_planner",
+        "bench_forecast",
+        "bench_report",
+    } - known:
         sys.modules.pop(name, None)
 
 
@@ -535,3 +542,52 @@ def test_a_policy_is_known_by_its_key(peers: Any) -> None:
     twice = [Policy(), checkpoint_layers([])]
     keys = {peers._key(peers.Proposal(peer=peers.Peer.GP, policy=policy)) for policy in twice}
     assert len(keys) == 1
+
+
+# --- bench_report ---------------------------------------------------------------------------------
+
+
+def test_the_made_up_study_is_as_large_as_it_is_asked_for() -> None:
+    pytest.importorskip("plotly", reason="an optional extra")
+    report = load("bench_report")
+
+    study = report.make_study(trials=60, layers=32)
+
+    assert len(study.candidates) == 62 and len(study.layers) == 32
+    assert study.best is not None and study.best.fits(study.budget_bytes)
+    assert len(study.timelines) == 3
+    assert len(report.page_of(None, 60, 32).encode()) < 5 * MIB
+
+
+def test_medians_and_the_worst_of_all_loads_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = load("bench_report")
+    loads = iter(
+        report.Loaded(ready_seconds=ready, drawn_seconds=drawn)
+        for ready, drawn in ((0.1, 0.9), (0.5, 1.5), (0.2, 1.0))
+    )
+    monkeypatch.setattr(report, "load_once", lambda *_: next(loads))
+
+    row = report.measure("browser", Path("page"), "telephone", 3)
+
+    assert (row.median_ready_seconds, row.worst_ready_seconds) == (0.2, 0.5)
+    assert (row.median_drawn_seconds, row.worst_drawn_seconds) == (1.0, 1.5)
+    assert report.table([row], 2 * MIB).splitlines()[2] == (
+        "| telephone, 390 x 844 | 3 | 2.0 MiB | 200.0 ms | 500.0 ms | 1000.0 ms | 1500.0 ms |"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not any(map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))),
+    reason="no Chromium is installed",
+)
+def test_a_page_is_timed_in_a_real_browser(tmp_path: Path) -> None:
+    pytest.importorskip("plotly", reason="an optional extra")
+    file = tmp_path / "report.json"
+
+    run("bench_report", "--runs", "1", "--trials", "5", "--layers", "2", "--json", str(file))
+
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["screen"] for row in rows] == ["desk, 1440 x 900", "telephone, 390 x 844"]
+    for row in rows:
+        assert 0 < row["median_ready_seconds"] <= row["median_drawn_seconds"]

@@ -157,6 +157,22 @@ def test_every_byte_is_of_the_kind_that_it_is_for(policy: Policy) -> None:
     assert bool(any(kinds[MemoryKind.RECOMPUTED])) == bool(policy.layers)
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_that_a_step_leaves_are_there_when_the_next_begins(set_to_none: bool) -> None:
+    def step(workload: Workload) -> torch.Tensor:
+        loss = workload.loss_fn(workload.model, workload.next_batch())
+        loss.backward()
+        assert workload.optimizer is not None
+        workload.optimizer.step()
+        workload.optimizer.zero_grad(set_to_none=set_to_none)
+        return loss
+
+    workload = replace(transformer(), step=step)
+    workload.run_step()
+    gradients = timeline_of(workload, POLICIES["full"]).kind_bytes[MemoryKind.GRADIENTS]
+    assert gradients[0] == (0 if set_to_none else parameter_bytes(workload))
+
+
 def test_what_a_tier_saves_is_saved() -> None:
     workload = transformer()
     saved = {

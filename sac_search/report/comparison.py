@@ -1,6 +1,7 @@
 """Two studies, or two exported policies, side by side. Pure.
 
-Times of unlike environments stand beside each other and are not compared.
+Times of unlike environments, or of a machine that was not as fast, stand beside each other and are
+not compared.
 """
 
 from __future__ import annotations
@@ -12,14 +13,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sac_search import records
+from sac_search import records, units
 from sac_search.errors import UsageError
 from sac_search.policy import Policy, Tier, describe_tier
 from sac_search.records import Environment, Evidence
 from sac_search.report.facts import Unit, csv_table, escape_markdown, format_value
+from sac_search.report.rows import lack_of_winner
 from sac_search.study.result import SearchResult
 
 _LEFT_ALONE = "left alone"
+# Where the same step took longer by more than this, and than the noise, the machine was slower.
+_SPEED_FRACTION = 0.03
 # What the bytes of a step depend on, beside its policy and its workload's code.
 _OF_SIZE = ("device", "dtype", "batch_size", "sequence_length", "parameter_count", "world_size")
 
@@ -38,6 +42,8 @@ class Side:
     """Where its figures come from."""
     policy: Policy | None
     """The winner; None when there is none."""
+    lack: str = ""
+    """Why there is none, in a few words."""
     step_seconds: float | None = None
     """Its step time."""
     noise_fraction: float | None = None
@@ -46,8 +52,17 @@ class Side:
     """Its step time above that without checkpointing, as a fraction."""
     peak_bytes: int | None = None
     """Its peak."""
+    full_seconds: float | None = None
+    """Step time with every layer checkpointed, where known."""
     layers: tuple[str, ...] = ()
     """All layers that could be checkpointed, in the order in which they run, where known."""
+
+    @property
+    def plain_seconds(self) -> float | None:
+        """Step time without checkpointing, where known."""
+        if self.step_seconds is None or self.overhead is None or self.overhead <= -1:
+            return None
+        return self.step_seconds / (1 + self.overhead)
 
     @property
     def tiers(self) -> dict[str, Tier]:
@@ -170,6 +185,7 @@ def side_of(result: SearchResult) -> Side:
         budget_bytes=result.budget_bytes,
         evidence=result.evidence,
         policy=None,
+        lack=lack_of_winner(result),
         layers=tuple(layer.name for layer in result.layers),
     )
     best = result.best
@@ -178,10 +194,12 @@ def side_of(result: SearchResult) -> Side:
     return replace(
         side,
         policy=best.policy,
+        lack="",
         step_seconds=best.step_seconds,
         noise_fraction=best.measurement.step_noise_fraction,
         overhead=result.overhead_of(best),
         peak_bytes=best.measurement.peak_bytes,
+        full_seconds=None if result.full is None else result.full.step_seconds,
     )
 
 
@@ -216,14 +234,16 @@ def compare(one: Side, other: Side) -> Comparison:
     notes = []
     if environment:
         notes.append(
-            "These are two environments, so step times are not compared: what differs above may be "
-            "the reason for any difference."
+            "These are two environments, so step times are not compared: what differs between them "
+            "may be the reason for any difference."
         )
     if one.evidence is not other.evidence:
         notes.append(
             f"{one.name} is {one.evidence}, {other.name} {other.evidence}: a forecast is not "
             "compared with a measurement."
         )
+    elif not environment and (speeds := _unlike_speeds(one, other)):
+        notes.append(speeds)
     layers: tuple[LayerRow, ...] = ()
     if one.policy is not None and other.policy is not None:
         if _are_of_one_model(one, other):
@@ -252,6 +272,7 @@ def _environment(one: Side, other: Side) -> tuple[Row, ...]:
 def _figures(one: Side, other: Side, *, are_alike: bool) -> tuple[Row, ...]:
     same_evidence = one.evidence is other.evidence
     can_time = are_alike and same_evidence
+    same_speed = not _unlike_speeds(one, other)
     can_weigh = same_evidence and all(
         getattr(one.environment, name) == getattr(other.environment, name) for name in _OF_SIZE
     )
@@ -267,13 +288,43 @@ def _figures(one: Side, other: Side, *, are_alike: bool) -> tuple[Row, ...]:
                 one.step_seconds,
                 other.step_seconds,
                 Unit.SECONDS,
-                can_compare=can_time,
+                can_compare=can_time and same_speed,
             ),
         ),
-        _row("overhead", one.overhead, other.overhead, Unit.CHANGE, can_compare=can_time),
+        _row(
+            "without checkpointing",
+            one.plain_seconds,
+            other.plain_seconds,
+            Unit.SECONDS,
+            can_compare=can_time,
+        ),
+        _within_noise(
+            one,
+            other,
+            _row("overhead", one.overhead, other.overhead, Unit.CHANGE, can_compare=can_time),
+        ),
         _row("peak", one.peak_bytes, other.peak_bytes, Unit.GIB, can_compare=can_weigh),
         _row("checkpointed layers", *count, Unit.COUNT),
         Row(what="policy", one=_describe(one), other=_describe(other)),
+    )
+
+
+def _unlike_speeds(one: Side, other: Side) -> str:
+    """Returns that the machine ran one study faster than the other; nothing where it did not."""
+    what, ours, theirs = "without checkpointing", one.plain_seconds, other.plain_seconds
+    instead = "; overheads are, since each is over its own study's step"
+    if not ours or not theirs:
+        what, ours, theirs = "with every layer checkpointed", one.full_seconds, other.full_seconds
+        instead = ""
+    if not ours or not theirs:
+        return ""
+    noise = 2 * math.hypot(one.noise_fraction or 0.0, other.noise_fraction or 0.0)
+    if max(ours, theirs) / min(ours, theirs) - 1 <= max(_SPEED_FRACTION, noise):
+        return ""
+    return (
+        f"The same step, {what}, took {units.format_seconds(ours)} in {one.name} and "
+        f"{units.format_seconds(theirs)} in {other.name}: the machine ran at two speeds, so step "
+        f"times are not compared{instead}."
     )
 
 
@@ -296,11 +347,16 @@ def _row(
 
 
 def _within_noise(one: Side, other: Side, row: Row) -> Row:
-    noises = (one.noise_fraction, other.noise_fraction)
-    if row.difference is None or None in noises:
+    """Returns the row of a step time or an overhead, with its remark if the two are as good."""
+    noises = []
+    for side in (one, other):
+        if side.noise_fraction is None:
+            return row
+        scale = 1 + (side.overhead or 0.0) if row.unit is Unit.CHANGE else 1.0
+        noises.append(side.noise_fraction * scale)
+    if row.difference is None or abs(row.difference) > 2 * math.hypot(*noises):
         return row
-    noise = 2 * math.hypot(*(n for n in noises if n is not None))
-    return replace(row, remark="within the noise") if abs(row.difference) <= noise else row
+    return replace(row, remark="within the noise")
 
 
 def _checkpointed(side: Side) -> int | None:
@@ -308,7 +364,7 @@ def _checkpointed(side: Side) -> int | None:
 
 
 def _describe(side: Side) -> str:
-    return "none verified yet" if side.policy is None else side.policy.describe()
+    return side.lack if side.policy is None else side.policy.describe()
 
 
 def _are_of_one_model(one: Side, other: Side) -> bool:
@@ -356,7 +412,7 @@ def _labels(tier: Tier | None) -> tuple[str, ...]:
 def _describe_difference(row: Row) -> str:
     assert row.difference is not None
     if row.unit is Unit.CHANGE:
-        return f"{row.difference * 100:+.1f} points"
+        return f"{row.difference * 100:+z.1f} points"
     if row.unit is Unit.COUNT:
         return f"{row.difference:+g}"
     return format_value(row.difference, Unit.CHANGE)

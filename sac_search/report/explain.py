@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from sac_search.policy import Policy
 from sac_search.records import Evidence, Phase
+from sac_search.report.composition import gradients_spared, parts_of_peak
 from sac_search.report.facts import (
     Explanation,
     Fact,
@@ -17,12 +18,11 @@ from sac_search.report.facts import (
 )
 from sac_search.report.limits import floor_phase, limits
 from sac_search.report.quantities import Quantities, Tried
+from sac_search.report.rows import SMALLEST_NOISE_FRACTION, beats_bound
 from sac_search.report.trading import more_memory, saving
 from sac_search.study.candidate import rank
 from sac_search.study.result import SearchResult
 
-# Nearer than this to its bound a winner is at it, however steady its steps were.
-_SMALLEST_NOISE_FRACTION = 0.005
 # What is alive in each phase of a step.
 _ALIVE = {
     Phase.FORWARD: (
@@ -35,7 +35,7 @@ _ALIVE = {
     ),
     Phase.BACKWARD: (
         "in the backward pass: what the layers still keep, the gradients so far, and what one "
-        "layer recomputes and works with"
+        "layer {does}"
     ),
     Phase.CLIPPING: (
         "after the backward pass, before the optimizer: parameters, gradients, optimizer state, "
@@ -148,7 +148,7 @@ def _against(found: Quantities, best: Tried) -> list[Fact]:
 
 def _best_known(found: Quantities) -> Tried | None:
     """Returns the best baseline that fits; none where that is one of the ends, told already."""
-    baselines = [c for c in found.result.candidates if c.is_baseline]
+    baselines = [t.candidate for t in found.tried if t.candidate.is_baseline]
     ranked = rank(baselines, found.result.budget_bytes)
     ends = [end.candidate for end in (found.none, found.full, found.compile_alone) if end]
     if not ranked or ranked[0] in ends:
@@ -161,8 +161,7 @@ def _against_bound(found: Quantities, best: Tried) -> list[Fact]:
     if bound is None or not bound.value:
         return []
     distance = change(best.seconds, bound)
-    noise = max(best.noise.value, _SMALLEST_NOISE_FRACTION)
-    if distance.value < -noise:
+    if beats_bound(distance.value, best.candidate):
         return [
             state(
                 "The planner's bound, {bound}, says nothing here: the winner's step time is "
@@ -171,6 +170,7 @@ def _against_bound(found: Quantities, best: Tried) -> list[Fact]:
                 distance=(distance, Unit.CHANGE),
             )
         ]
+    noise = max(best.noise.value, SMALLEST_NOISE_FRACTION)
     is_near = distance.value <= noise and found.result.evidence is Evidence.MEASURED
     return [
         state(
@@ -210,14 +210,12 @@ def _where_budgets_bind(found: Quantities) -> list[Fact]:
 def _without_winner(found: Quantities) -> list[Fact]:
     result = found.result
     if not found.tried:
-        return [
-            state(
-                "Nothing that was tried under {budget} gave figures",
-                budget=(found.budget, Unit.GIB),
-            )
-        ]
-    ranked = rank(result.candidates, result.budget_bytes)
-    if not ranked:
+        what = "that was tried under {budget} gave figures"
+        if not result.candidates:
+            what = "was tried yet under {budget}"
+        return [state(f"Nothing {what}", budget=(found.budget, Unit.GIB))]
+    first = found.fastest
+    if first is None:
         smallest = found.smallest
         assert smallest is not None
         return [
@@ -231,7 +229,6 @@ def _without_winner(found: Quantities) -> list[Fact]:
                 excess=(smallest.peak - found.budget, Unit.GIB),
             )
         ]
-    first = next(t for t in found.tried if t.candidate is ranked[0])
     fact = state(
         "No policy is verified yet; the fastest so far that fits {budget} is {name} ({policy}): "
         "{step} per step, peak {peak}",
@@ -260,13 +257,17 @@ def _peak(found: Quantities) -> list[Fact]:
     if tried is None:
         return []
     phase = tried.measurement.peak_phase
+    does = "recomputes and works with" if tried.candidate.policy.layers else "works with"
     return [
         state(
-            "The peak of {name}, {allocated} of tensors, is " + _ALIVE[phase],
+            "The peak of {name}, {allocated} of tensors, is {alive}",
             name=tried.name,
+            alive=_ALIVE[phase].format(does=does),
             allocated=(tried.allocated, Unit.GIB),
         ),
         *_phases(tried),
+        *parts_of_peak(found, tried),
+        *gradients_spared(found, tried),
         *_kept(found, tried),
         *_fixed(found, tried),
         *_floor(found),

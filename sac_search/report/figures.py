@@ -7,6 +7,7 @@ light and dark. What plotly reads as markup is escaped here.
 from __future__ import annotations
 
 import html
+import math
 import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -59,8 +60,10 @@ _HOVER_WIDTH = 44
 _FEW_POLICIES = 10
 # From here on seconds are easier to read than milliseconds.
 _LONG_STEP_SECONDS = 10.0
-# A phase that takes less of the step than this has no room for its name.
-_LEAST_NAMED_FRACTION = 0.12
+# What a letter of a phase's name needs of the step: a phase that is shorter has no room for it.
+_LETTER_FRACTION = 0.015
+# A budget above the highest curve by more than this would leave that a corner of the plot.
+_SIGHT = 2
 # Above the highest curve, for the name of its peak.
 _HEADROOM = 1.22
 
@@ -107,7 +110,7 @@ def trade_off(result: SearchResult) -> Figure:
         shapes.append(_line(x=result.budget_bytes / units.GIB, color="--budget"))
         notes.append(_note("budget", x=result.budget_bytes / units.GIB, color="--budget"))
     bound_seconds = result.lower_bound_seconds
-    if bound_seconds is not None:
+    if bound_seconds is not None and math.isfinite(bound_seconds):
         shapes.append(_line(y=bound_seconds * scale, color="--bound"))
         notes.append(_note("planner's bound", y=bound_seconds * scale, color="--bound"))
     layout = _layout(x="peak of the step, GiB", y=f"step time, {unit}")
@@ -168,7 +171,7 @@ def memory_over_step(entry: PolicyTimeline, budget_bytes: int, highest_bytes: in
     notes = [
         _note(str(span.phase), x=(span.first_op + span.last_op) / 2, color="--muted", middle=True)
         for span in spans
-        if (span.last_op - span.first_op) / length >= _LEAST_NAMED_FRACTION
+        if (span.last_op - span.first_op) / length >= _LETTER_FRACTION * len(span.phase)
     ]
     is_late = at > length / 2
     notes.append(
@@ -185,11 +188,13 @@ def memory_over_step(entry: PolicyTimeline, budget_bytes: int, highest_bytes: in
             "bgcolor": "--card",
         }
     )
-    top_gib = max(highest_bytes, budget_bytes if budget_bytes < 2 * highest_bytes else 0)
-    shapes = [_line(y=budget_bytes / units.GIB, color="--budget")]
+    shapes, top_bytes = [], highest_bytes
+    if is_in_sight(budget_bytes, highest_bytes):
+        shapes.append(_line(y=budget_bytes / units.GIB, color="--budget"))
+        top_bytes = max(highest_bytes, budget_bytes)
     shapes += [_line(x=span.first_op, color="--grid", dash="solid") for span in spans[1:]]
     layout = _layout(x="ops that have run", y="live tensors, GiB")
-    layout["yaxis"]["range"] = [0, _HEADROOM * top_gib / units.GIB]
+    layout["yaxis"]["range"] = [0, _HEADROOM * top_bytes / units.GIB]
     layout["xaxis"]["range"] = [0, length]
     layout |= {
         "shapes": shapes,
@@ -198,6 +203,11 @@ def memory_over_step(entry: PolicyTimeline, budget_bytes: int, highest_bytes: in
         "hovermode": "x unified",
     }
     return {"data": traces, "layout": layout}
+
+
+def is_in_sight(budget_bytes: int, highest_bytes: int) -> bool:
+    """Returns whether the budget is drawn above steps that peak at `highest_bytes`."""
+    return budget_bytes < _SIGHT * highest_bytes
 
 
 def trials(result: SearchResult) -> Figure:

@@ -6,10 +6,12 @@ another search.
 
 from __future__ import annotations
 
-from sac_search.records import Phase
+from sac_search.records import FailureKind, Phase
+from sac_search.report.composition import gradients_kept
 from sac_search.report.facts import Fact, Unit, change, exactly, state
 from sac_search.report.quantities import Quantities, Tried
 from sac_search.report.rows import is_fragmented
+from sac_search.timeline import MemoryKind
 
 # A floor, or what layers keep, of at least this part of the peak is most of it.
 _MOST_FRACTION = 0.5
@@ -32,6 +34,10 @@ _STATE_ADVICE = (
     "As far as that is the optimizer's state, one with less (8-bit, or factored) lowers it, and "
     "what is spared is free for the layers."
 )
+_KNOWN_STATE_ADVICE = (
+    "An optimizer with less of it (8-bit, or factored) lowers that, and what is spared is free for "
+    "the layers."
+)
 _PARAMETERS_ADVICE = (
     "Parameters in fewer bits, or sharded over ranks, lower it, and what is spared is free for the "
     "layers."
@@ -49,10 +55,11 @@ def limits(found: Quantities) -> list[Fact]:
     """Returns what limits the step, each with what to do about it."""
     tried = found.subject
     if tried is None:
-        return [_nothing_ran()]
+        return _nothing_ran(found)
     return [
         *_floor_over_budget(found),
         *_peak_phase(found, tried),
+        *gradients_kept(found, tried),
         *_floor_share(found, tried),
         *_smallest(found),
         *_allocator(found, tried),
@@ -71,11 +78,18 @@ def floor_phase(found: Quantities) -> Phase | None:
     return held[0] if held else Phase.LOSS
 
 
-def _nothing_ran() -> Fact:
-    return Fact(
-        sentence="Even the steps with all layers checkpointed gave no figures.",
-        advice="Use a smaller batch, or a device with more memory.",
-    )
+def _nothing_ran(found: Quantities) -> list[Fact]:
+    full = found.result.full
+    if full is None or full.failure is None:
+        return []  # it may be that there was no time to run it
+    return [
+        Fact(
+            sentence="Even the steps with all layers checkpointed gave no figures.",
+            advice="Use a smaller batch, or a device with more memory."
+            if full.failure.kind is FailureKind.OUT_OF_MEMORY
+            else full.failure.line,
+        )
+    ]
 
 
 def _floor_over_budget(found: Quantities) -> list[Fact]:
@@ -207,6 +221,20 @@ def _floor_share(found: Quantities, tried: Tried) -> list[Fact]:
 
 def _optimizer_state(found: Quantities, tried: Tried) -> list[Fact]:
     """Returns what the optimizer holds beside parameters and gradients, where that is much."""
+    drawn = found.drawn(tried.candidate.policy)
+    if drawn is not None and MemoryKind.OPTIMIZER in drawn.kinds:
+        kept = drawn.at_peak(MemoryKind.OPTIMIZER)
+        if kept.value < _MUCH_FRACTION * drawn.peak.value:
+            return []
+        return [
+            state(
+                "The optimizer keeps {kept} from step to step, {share} of the highest point of a "
+                "dry run",
+                _KNOWN_STATE_ADVICE,
+                kept=(kept, Unit.MIB),
+                share=(kept / drawn.peak, Unit.SHARE),
+            )
+        ]
     parameters, optimizer = found.parameters, tried.phase(Phase.OPTIMIZER)
     if parameters is None or optimizer is None:
         return []

@@ -19,9 +19,16 @@ from sac_search._version import __version__
 from sac_search.errors import UsageError
 from sac_search.records import Evidence
 from sac_search.report import rows
-from sac_search.report.figures import KIND_COLORS, Figure, figures
+from sac_search.report.facts import Unit, format_value
+from sac_search.report.figures import KIND_COLORS, Figure, figures, is_in_sight
 from sac_search.report.markup import bullets, named_values, plot, section, table
-from sac_search.report.points import budget_is_near, peak_name, peak_parts, without_figures
+from sac_search.report.points import (
+    budget_is_near,
+    frontier_spots,
+    peak_name,
+    peak_parts,
+    without_figures,
+)
 from sac_search.report.strips import LayerStrip, StripPart, Treatment, layer_strips
 from sac_search.report.summary import Card, cards
 from sac_search.study.baselines import FULL
@@ -35,6 +42,8 @@ _POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 )
 _MOST_WEIGHTS = 12
+# So many layers are seen at once; those of a deeper model fold out.
+_MOST_STRIPS = 48
 _TREATMENT_CLASSES = {
     Treatment.SAVED: "saved",
     Treatment.RECOMPUTED: "recomputed",
@@ -170,7 +179,7 @@ def _trade_off(result: SearchResult, drawn: Mapping[str, Figure]) -> str:
         if budget_is_near(result)
         else f"All are far under the budget of {units.format_gib(result.budget_bytes)}."
     )
-    if result.insights is not None and result.none is not None:
+    if frontier_spots(result):
         caption += " The dotted line is what the planner believes possible, measured or not."
     if lacking:
         caption += f" Not shown: {len(lacking)} without figures, listed below."
@@ -185,26 +194,37 @@ def _memory(result: SearchResult) -> str:
         for kind, color in KIND_COLORS.items()
     )
     plots = "\n".join(
-        _memory_plot(entry, f"memory-{number}")
+        _memory_plot(entry, _name_of(result, entry), f"memory-{number}")
         for number, entry in sorted(enumerate(result.timelines), key=_comes_last)
     )
+    highest_bytes = max(entry.timeline.peak_bytes for entry in result.timelines)
     caption = (
         "Live tensors while one step runs, op by op, as the forecast counts them; what the "
-        "allocator holds beyond them is not in it. The dashed line is the budget."
+        "allocator holds beyond them is not in it. "
+    )
+    caption += (
+        "The dashed line is the budget."
+        if is_in_sight(result.budget_bytes, highest_bytes)
+        else f"The budget, {units.format_gib(result.budget_bytes)}, is far above."
     )
     body = f'<ul class="legend">{legend}</ul>\n<div class="steps">\n{plots}\n</div>'
     return section("Memory over one step", caption, body)
 
 
-def _memory_plot(entry: PolicyTimeline, name: str) -> str:
+def _name_of(result: SearchResult, entry: PolicyTimeline) -> str:
+    is_best = result.best is not None and entry.policy_key == result.best.policy.key
+    return f"best ({entry.name})" if is_best else entry.name
+
+
+def _memory_plot(entry: PolicyTimeline, title: str, place: str) -> str:
     peak = units.format_gib(entry.timeline.peak_bytes)
     told = f"peak {peak} in {peak_name(entry.timeline)}"
     parts = ", ".join(
-        f"{kind} {units.format_gib(size)}" for kind, size in peak_parts(entry.timeline)
+        f"{kind} {format_value(size, Unit.MIB)}" for kind, size in peak_parts(entry.timeline)
     )
     return (
-        f'<div><h3>{escape(entry.name)}</h3><p class="caption">{escape(told)}: {escape(parts)}</p>'
-        f"{plot(name, f'Memory over one step: {entry.name}, {told}')}</div>"
+        f'<div><h3>{escape(title)}</h3><p class="caption">{escape(told)}: {escape(parts)}</p>'
+        f"{plot(place, f'Memory over one step: {title}, {told}')}</div>"
     )
 
 
@@ -227,13 +247,21 @@ def _layers(result: SearchResult) -> str:
         for treatment in Treatment
         if any(part.treatment is treatment for strip in strips for part in strip.parts)
     )
-    lines = "\n".join(_strip(strip, widest) for strip in strips)
+    lines = [_strip(strip, widest) for strip in strips]
     caption = (
         f"{best.policy.describe()}. A piece is an op, as wide as what it returns; what comes after "
         "is how much of that is saved, and the forward time that is spent again."
     )
-    body = f'<ul class="legend">{legend}</ul>\n<div class="strips">\n{lines}\n</div>'
+    body = f'<ul class="legend">{legend}</ul>\n{_strips(lines[:_MOST_STRIPS])}'
+    if len(lines) > _MOST_STRIPS:
+        rest = lines[_MOST_STRIPS:]
+        body += f"<details><summary>The other {len(rest)} layers</summary>{_strips(rest)}</details>"
     return section("What is saved, layer by layer", caption, body)
+
+
+def _strips(lines: Sequence[str]) -> str:
+    told = "\n".join(lines)
+    return f'<div class="strips">\n{told}\n</div>'
 
 
 def _strip(strip: LayerStrip, widest: int) -> str:
@@ -266,9 +294,11 @@ def _piece(part: StripPart) -> str:
 
 def _policies(result: SearchResult) -> str:
     short = rows.candidate_rows(result)
-    body = _candidates(short)
     every = rows.every_candidate_row(result)
-    if len(every) > len(short):
+    if not every:
+        return ""
+    body = _candidates(short or every)
+    if len(every) > len(short) and short:
         body += (
             f"<details><summary>All {len(every)} policies</summary>{_candidates(every)}</details>"
         )
@@ -289,7 +319,10 @@ def _candidates(found: Sequence[rows.CandidateRow]) -> str:
 def _trials(result: SearchResult, drawn: Mapping[str, Figure]) -> str:
     if "trials" not in drawn or result.evidence is Evidence.FORECAST:
         return ""
-    caption = "Every policy in the order of the study, and the fastest so far that fits."
+    caption = (
+        "Every policy, baselines first and then trials as they were run, and the fastest so far "
+        "that fits."
+    )
     return section("How the search went", caption, plot("trials", "How the search went", "low"))
 
 
@@ -333,8 +366,10 @@ def _ops(result: SearchResult) -> str:
         for row in found
     ]
     caption = " ".join(f"{line}." for line in rows.layer_lines(result.layers))
-    caption += " Figures are of the forward pass of one layer."
-    return section("Ops of each layer", caption, table(_OP_COLUMNS, lines))
+    caption += " Figures are of the forward pass of one layer"
+    if result.evidence is Evidence.FORECAST:
+        caption += f", seconds by the published rates of {result.environment.device_name}"
+    return section("Ops of each layer", f"{caption}.", table(_OP_COLUMNS, lines))
 
 
 def _verification(result: SearchResult) -> str:

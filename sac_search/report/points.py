@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -52,19 +53,25 @@ def policy_points(result: SearchResult) -> list[PolicyPoint]:
     """Returns a point for every policy that has figures, in the result's order."""
     found = []
     for candidate in result.candidates:
-        measurement = candidate.measurement
-        if measurement is None or candidate.step_seconds is None:
+        measurement, step_seconds = candidate.measurement, _drawn_seconds(candidate)
+        if measurement is None or step_seconds is None:
             continue
         found.append(
             PolicyPoint(
                 name=candidate.name,
                 group=_group(result, candidate),
                 peak_bytes=measurement.peak_bytes,
-                step_seconds=candidate.step_seconds,
+                step_seconds=step_seconds,
                 lines=tuple(_lines(result, candidate, measurement.peak_bytes)),
             )
         )
     return found
+
+
+def _drawn_seconds(candidate: Candidate) -> float | None:
+    """Returns the step time, where there is one that a plot can hold."""
+    seconds = candidate.step_seconds
+    return seconds if seconds is not None and math.isfinite(seconds) else None
 
 
 def _group(result: SearchResult, candidate: Candidate) -> Group:
@@ -114,11 +121,12 @@ class FrontierSpot:
 def frontier_spots(result: SearchResult) -> list[FrontierSpot]:
     """Returns the planner's trade-off by rising peak; none where the plain step did not run."""
     none = result.none
-    if result.insights is None or none is None or none.step_seconds is None:
+    none_seconds = None if none is None else _drawn_seconds(none)
+    if result.insights is None or none_seconds is None:
         return []
     found = []
     for estimate in sorted(result.insights.frontier, key=lambda e: e.peak_bytes):
-        seconds = none.step_seconds + estimate.overhead_seconds
+        seconds = none_seconds + estimate.overhead_seconds
         peak = units.format_gib(estimate.peak_bytes)
         found.append(
             FrontierSpot(
@@ -170,7 +178,7 @@ def trial_points(result: SearchResult) -> list[TrialPoint]:
     found: list[TrialPoint] = []
     best_seconds: float | None = None
     for number, candidate in enumerate(result.candidates, 1):
-        ending, seconds = _ending(candidate, result.budget_bytes), candidate.step_seconds
+        ending, seconds = _ending(candidate, result.budget_bytes), _drawn_seconds(candidate)
         counts = candidate.policy.exportable and not candidate.is_reference
         if ending is Ending.FITS and counts and seconds is not None:
             best_seconds = seconds if best_seconds is None else min(seconds, best_seconds)
@@ -237,4 +245,4 @@ def peak_parts(timeline: Timeline) -> list[tuple[MemoryKind, int]]:
 
 def without_figures(result: SearchResult) -> Sequence[Candidate]:
     """Returns the policies that have no figures and so no point."""
-    return [c for c in result.candidates if c.measurement is None]
+    return [c for c in result.candidates if c.measurement is None or _drawn_seconds(c) is None]

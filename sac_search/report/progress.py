@@ -21,6 +21,9 @@ _REFRESHES_PER_SECOND = 4
 _WIDTH_OF_LINES = 85
 _WIDTH_OF_NAMES = 38
 _LEAST_WIDTH_OF_NAMES = 12
+# What is behind the best so far, and behind it where lines are shorter.
+_MARK = "  * best so far"
+_SHORT_MARK = "  * best"
 
 
 class SearchProgress:
@@ -134,7 +137,9 @@ def _candidate_line(
     candidate: Candidate, budget_bytes: int, better: bool, width: int = _WIDTH_OF_LINES
 ) -> str:
     """Returns the line of a candidate; names get what the figures leave of `width` columns."""
-    name_width = min(_WIDTH_OF_NAMES, width - (_WIDTH_OF_LINES - _WIDTH_OF_NAMES))
+    mark = _MARK if width >= _WIDTH_OF_LINES else _SHORT_MARK
+    figures_width = _WIDTH_OF_LINES - len(_MARK) - _WIDTH_OF_NAMES
+    name_width = min(_WIDTH_OF_NAMES, width - figures_width - len(mark))
     if name_width < _LEAST_WIDTH_OF_NAMES:
         return f"  {outcome_words(candidate, budget_bytes)}"
     name = f"{candidate.name:<{name_width}}"
@@ -147,4 +152,4 @@ def _candidate_line(
     line = f"  {name} {step:>10}  {peak:>11}  {verdict}"
     if candidate.measurement.compile_seconds is not None:
         line += f"  (compiled in {units.format_duration(candidate.measurement.compile_seconds)})"
-    return line + ("  * best so far" if better and not candidate.is_baseline else "")
+    return line + (mark if better and not candidate.is_baseline else "")

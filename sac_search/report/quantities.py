@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
 from dataclasses import dataclass
 
@@ -10,9 +11,10 @@ from sac_search.policy import Policy
 from sac_search.records import Evidence, Measurement, Phase
 from sac_search.report.facts import Basis, Quantity, exactly, total
 from sac_search.space import Granularity, LayerChoiceMode, SearchSpace, build_space
-from sac_search.study.candidate import Candidate
+from sac_search.study.candidate import Candidate, rank
 from sac_search.study.insights import FrontierEstimate, LayerPrice, SavePrice
 from sac_search.study.result import SearchResult
+from sac_search.timeline import MemoryKind, Timeline
 
 _BYTES_OF_DTYPE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 _BASES = {Evidence.MEASURED: Basis.MEASURED, Evidence.FORECAST: Basis.FORECAST}
@@ -86,6 +88,39 @@ class Tried:
         return Quantity(value, f"{self._path}.{field}", self._basis)
 
 
+class Drawn:
+    """The memory of one step under a policy, as its dry run has it."""
+
+    def __init__(self, timeline: Timeline, path: str, basis: Basis) -> None:
+        self.timeline = timeline
+        self._path = path
+        self._basis = basis
+        self.peak = Quantity(timeline.peak_bytes, f"{path}.peak_bytes", basis)
+
+    @property
+    def kinds(self) -> tuple[MemoryKind, ...]:
+        """What there is to tell apart."""
+        return tuple(self.timeline.kind_bytes)
+
+    def at_peak(self, kind: MemoryKind) -> Quantity:
+        """Returns what is alive of a kind at the highest point."""
+        return self._alive(kind, self.timeline.peak_index, f"{self._path}.peak_index")
+
+    @property
+    def gradients_at_start(self) -> Quantity:
+        """What is alive of gradients once the first op has run."""
+        return self._alive(MemoryKind.GRADIENTS, 0, "0")
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether there are gradients at any point."""
+        return any(self.timeline.kind_bytes.get(MemoryKind.GRADIENTS, ()))
+
+    def _alive(self, kind: MemoryKind, index: int, index_source: str) -> Quantity:
+        source = f"{self._path}.kind_bytes[{str(kind)!r}][{index_source}]"
+        return Quantity(self.timeline.kind_bytes[kind][index], source, self._basis)
+
+
 class Quantities:
     """What one result holds."""
 
@@ -113,10 +148,16 @@ class Quantities:
         """The candidate with the smallest peak; None when none has figures."""
         return min(self.tried, key=lambda tried: tried.peak.value, default=None)
 
+    @functools.cached_property
+    def fastest(self) -> Tried | None:
+        """The best so far that fits, verified or not; None when nothing does."""
+        ranked = rank((t.candidate for t in self.tried), self.result.budget_bytes)
+        return next((t for t in self.tried if ranked and t.candidate is ranked[0]), None)
+
     @property
     def subject(self) -> Tried | None:
-        """Whose peak is explained: the winner's, else the smallest."""
-        return self.best or self.smallest
+        """Whose peak is explained: the winner's, else the best so far's, else the smallest."""
+        return self.best or self.fastest or self.smallest
 
     @property
     def parameters(self) -> Quantity | None:
@@ -145,9 +186,16 @@ class Quantities:
 
     @property
     def price_basis(self) -> Basis:
-        """What stands behind prices: the search's beliefs, or rates where nothing was measured."""
+        """What stands behind prices and dry runs: beliefs, or forecasts where nothing ran."""
         is_forecast = self.result.evidence is Evidence.FORECAST
         return Basis.FORECAST if is_forecast else Basis.BELIEVED
+
+    def drawn(self, policy: Policy) -> Drawn | None:
+        """Returns the memory of a step under a policy; None where it was not drawn."""
+        for index, entry in enumerate(self.result.timelines):
+            if entry.policy_key == policy.key:
+                return Drawn(entry.timeline, f"timelines[{index}].timeline", self.price_basis)
+        return None
 
     # --- what the search believes -----------------------------------------------------------------
 
@@ -231,7 +279,13 @@ class Quantities:
         return build_space(layers, LayerChoiceMode.EACH, granularity, tiers=max(1, len(layers)))
 
     def _tried(self, candidate: Candidate | None) -> Tried | None:
-        if candidate is None or candidate.measurement is None or candidate.step_seconds is None:
+        if candidate is None or candidate.measurement is None:
+            return None
+        # Steps without time or memory are those of a broken clock or file: nothing is told by them.
+        measurement = candidate.measurement
+        if not math.isfinite(candidate.step_seconds or 0.0):
+            return None
+        if not (candidate.step_seconds and measurement.allocated_bytes and measurement.peak_bytes):
             return None
         return Tried(self.result, candidate)
 

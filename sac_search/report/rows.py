@@ -11,10 +11,13 @@ from sac_search.frontier import Frontier, FrontierPoint
 from sac_search.records import Evidence, Measurement, Outcome, Verification
 from sac_search.space import Granularity, label_of, saved_name, unsavable_ops
 from sac_search.study.baselines import COMPILE, COMPILE_FULL, FULL, NONE
-from sac_search.study.candidate import Candidate
+from sac_search.study.candidate import Candidate, rank
 from sac_search.study.result import SearchResult
 from sac_search.trace import LayerTrace
 from sac_search.worker.session import Verdict
+
+SMALLEST_NOISE_FRACTION = 0.005
+"""Nearer than this to its bound a winner is at it, however steady its steps were."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,14 +63,14 @@ def _candidate_row(
 ) -> CandidateRow:
     measurement = candidate.measurement
     if measurement is None or candidate.step_seconds is None:
-        assert candidate.failure is not None
+        failure = candidate.failure
         return CandidateRow(
             name=name,
             description=candidate.policy.describe(),
             step="–",
             overhead="–",
             peak="–",
-            verdict=str(candidate.failure.kind),
+            verdict="no step time" if failure is None else str(failure.kind),
             is_best=is_best,
         )
     overhead = result.overhead_of(candidate)
@@ -187,9 +190,7 @@ def headline(result: SearchResult) -> list[str]:
     budget = units.format_gib(result.budget_bytes)
     best = result.best
     if best is None or best.measurement is None or best.step_seconds is None:
-        if result.interrupted:
-            return [f"Interrupted before a policy that fits {budget} was found and verified."]
-        return [f"No policy fits {budget}."]
+        return [_why_no_winner(result)]
     peak = units.format_gib(best.measurement.peak_bytes)
     if result.needs_no_checkpointing:
         lines = [
@@ -213,6 +214,41 @@ def headline(result: SearchResult) -> list[str]:
     return lines
 
 
+def lack_of_winner(result: SearchResult) -> str:
+    """Returns why there is no winner, in the few words of a table's cell."""
+    if not result.candidates:
+        return "nothing tried yet"
+    if not _fitting(result):
+        return "nothing fits"
+    return "none verified" if result.rejected else "none verified yet"
+
+
+def _fitting(result: SearchResult) -> list[Candidate]:
+    """Returns the candidates that fit, best first; none without a step time is one of them."""
+    timed = (c for c in result.candidates if c.step_seconds is not None)
+    return rank(timed, result.budget_bytes)
+
+
+def _why_no_winner(result: SearchResult) -> str:
+    budget = units.format_gib(result.budget_bytes)
+    if result.interrupted:
+        return f"Interrupted before a policy that fits {budget} was found and verified."
+    if not result.candidates:
+        return f"Nothing was tried yet for {budget}."
+    ranked = _fitting(result)
+    if not ranked:
+        return f"No policy fits {budget}."
+    if result.rejected:
+        return f"No policy that fits {budget} has passed verification."
+    first = ranked[0]
+    assert first.measurement is not None and first.step_seconds is not None
+    return (
+        f"No policy is verified yet. The fastest so far that fits {budget} is {first.name}: "
+        f"{units.format_seconds(first.step_seconds)} per step, "
+        f"peak {units.format_gib(first.measurement.peak_bytes)}."
+    )
+
+
 def _forecast_line(result: SearchResult) -> str:
     return (
         "This is a forecast: no step was run and no gradient compared. Peaks are allocated bytes, "
@@ -224,15 +260,27 @@ def _against_bound(result: SearchResult) -> str:
     bound_seconds, best = result.lower_bound_seconds, result.best
     if not bound_seconds or best is None or best.step_seconds is None:
         return ""
+    bound = units.format_seconds(bound_seconds)
     distance = best.step_seconds / bound_seconds - 1
+    if beats_bound(distance, best):
+        return (
+            f"Faster than the planner's bound, {bound}, by {-100 * distance:.1f}%: what it takes "
+            "ops to cost is rough, so it cannot tell what is left to find."
+        )
     where = f"Within {100 * distance:.1f}% of the planner's bound"
     if distance <= 0:
-        where = f"At the planner's bound ({-100 * distance:.1f}% under it: costs are rough)"
+        where = "At the planner's bound"
     source = "measured steps" if result.evidence is Evidence.MEASURED else "rates"
     return (
-        f"{where}, {units.format_seconds(bound_seconds)}: no policy that saves whole op sites in "
-        f"these layers can be faster, if ops cost what the {source} say and their costs add up."
+        f"{where}, {bound}: no policy that saves whole op sites in these layers can be faster, if "
+        f"ops cost what the {source} say and their costs add up."
     )
+
+
+def beats_bound(distance_fraction: float, best: Candidate) -> bool:
+    """Returns whether a winner is so far under the bound that its noise is not the reason."""
+    noise = 0.0 if best.measurement is None else best.measurement.step_noise_fraction
+    return distance_fraction < -max(noise, SMALLEST_NOISE_FRACTION)
 
 
 def _where_it_would_bind(result: SearchResult) -> str:
@@ -277,18 +325,27 @@ def closing_lines(result: SearchResult) -> list[str]:
     baseline_count = sum(candidate.is_baseline for candidate in result.candidates)
     ruled_out = sum(candidate.is_ruled_out for candidate in result.candidates)
     trials = len(result.candidates) - baseline_count - ruled_out
+    imported = sum(candidate.imported_from is not None for candidate in result.candidates)
+    counts = (
+        f"{_counted(baseline_count, 'baseline')} and {_counted(trials, 'trial')}"
+        f"{f', {imported} of them measured by other studies' if imported else ''}"
+        f"{f', {ruled_out} more ruled out by forecast' if ruled_out else ''}"
+    )
     lines = [
-        f"Stopped after {baseline_count} baseline{'s' if baseline_count != 1 else ''} and "
-        f"{trials} trial{'s' if trials != 1 else ''}"
-        f"{f', {ruled_out} more ruled out by forecast' if ruled_out else ''}: "
-        f"{result.stop_reason}.",
-        f"Clock: {_CLOCKS[result.environment.clock]}.",
+        f"Stopped after {counts}: {result.stop_reason}."
+        if result.stop_reason
+        else f"So far {counts}: the search has not ended, or was killed.",
+        f"Clock: {_CLOCKS.get(result.environment.clock, result.environment.clock)}.",
     ]
     lines += _compile_lines(result)
     lines += _failure_lines(result)
     lines += _memory_lines(result)
     lines += [f"Rejected: {reason}" for reason in result.rejected]
     return lines + _file_lines(result)
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'s' if count != 1 else ''}"
 
 
 def _failure_lines(result: SearchResult) -> list[str]:
@@ -308,7 +365,8 @@ def _compile_lines(result: SearchResult) -> list[str]:
     if not seconds:
         return []
     line = (
-        f"Compiling took {units.format_duration(sum(seconds))} for {len(seconds)} policies, "
+        f"Compiling took {units.format_duration(sum(seconds))} for {len(seconds)} "
+        f"{'policies' if len(seconds) > 1 else 'policy'}, "
         f"{units.format_duration(max(seconds))} at the most; no step's time has any of it."
     )
     again = [(c.name, m.recompiles) for c, m in found if m.recompiles]

@@ -93,10 +93,11 @@ class Screen:
         if self.first_count is None or self.last_count is None or self.total is None:
             return None
         (first, first_done), (last, done) = self.first_count, self.last_count
-        if self.phase != "search" or done <= first_done:
+        if self.phase != "search" or done <= first_done or done >= self.total:
             return None
         pace = (last - first) / (done - first_done)
-        return max(0.0, pace * (self.total - done) - (now - last))
+        left = pace * (self.total - done) - (now - last)
+        return left if left >= 1 else None
 
 
 def screen_lines(screen: Screen, now: float, *, width: int, ascii_only: bool) -> list[Text]:

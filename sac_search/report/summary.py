@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from sac_search import units
 from sac_search.records import Evidence, Measurement
+from sac_search.report.rows import beats_bound
 from sac_search.study.candidate import Candidate
 from sac_search.study.result import SearchResult
 
@@ -36,26 +37,31 @@ def cards(result: SearchResult) -> list[Card]:
 
 
 def _peak(result: SearchResult, measurement: Measurement) -> Card:
-    part = measurement.peak_bytes / result.budget_bytes
-    how = "" if result.evidence is Evidence.MEASURED else ", by forecast"
+    part = measurement.peak_bytes / max(1, result.budget_bytes)
+    budget = units.format_gib(result.budget_bytes)
     return Card(
         label="Peak of the step",
         value=units.format_gib(measurement.peak_bytes),
-        note=f"{100 * part:.1f}% of the budget of {units.format_gib(result.budget_bytes)}{how}",
+        note=f"{100 * part:.1f}% of the budget of {budget}{_by_forecast(result)}",
     )
+
+
+def _by_forecast(result: SearchResult) -> str:
+    return "" if result.evidence is Evidence.MEASURED else ", by forecast"
 
 
 def _overhead(result: SearchResult, best: Candidate) -> Card:
     overhead, none = result.overhead_of(best), result.none
     value, note = "–", "the step without checkpointing did not run, so there is no overhead"
-    assert best.step_seconds is not None
+    if best.step_seconds is None:
+        return Card(label="Overhead", value=value, note="the step time is not known")
     if overhead is not None and none is not None and none.step_seconds is not None:
         value = units.format_percent(overhead)
         note = (
             f"{units.format_seconds(best.step_seconds)} a step, "
-            f"{units.format_seconds(none.step_seconds)} without checkpointing"
+            f"{units.format_seconds(none.step_seconds)} without checkpointing{_by_forecast(result)}"
         )
-    elif best.step_seconds is not None:
+    else:
         note = f"{units.format_seconds(best.step_seconds)} a step; {note}"
     return Card(label="Overhead", value=value, note=note)
 
@@ -64,7 +70,7 @@ def _saved_memory(result: SearchResult, measurement: Measurement) -> Card:
     none = result.none
     if none is not None and none.measurement is not None:
         before_bytes, own_bytes = none.measurement.peak_bytes, measurement.peak_bytes
-        where = "without checkpointing"
+        where = f"without checkpointing{_by_forecast(result)}"
     elif none is not None and none.outcome.forecast_peak_bytes is not None:
         # A forecast is of live tensors, so it is held against those.
         before_bytes, own_bytes = none.outcome.forecast_peak_bytes, measurement.allocated_bytes
@@ -84,10 +90,18 @@ def _distance_to_bound(result: SearchResult, best: Candidate) -> Card:
     bound_seconds = result.lower_bound_seconds
     if not bound_seconds or best.step_seconds is None:
         return Card(label="Distance to the bound", value="–", note="the planner has no bound")
+    bound = units.format_seconds(bound_seconds)
+    distance = best.step_seconds / bound_seconds - 1
+    if beats_bound(distance, best):
+        return Card(
+            label="Distance to the bound",
+            value="–",
+            note=(f"{-100 * distance:.1f}% faster than the planner's {bound}: its costs are rough"),
+        )
     return Card(
         label="Distance to the bound",
-        value=units.format_percent(best.step_seconds / bound_seconds - 1),
-        note=f"no policy is faster than {units.format_seconds(bound_seconds)} by the planner",
+        value=units.format_percent(distance),
+        note=f"no policy is faster than {bound} by the planner",
     )
 
 

@@ -8,14 +8,14 @@ from rich.table import Table
 from rich.text import Text
 
 from sac_search import units
-from sac_search.report.rows import CandidateRow, FrontierRow, OpRow
+from sac_search.report.rows import CandidateRow, FrontierRow, OpRow, lack_of_winner
 from sac_search.study.result import SearchResult
 
 
 def candidate_table(rows: Sequence[CandidateRow]) -> Table:
     """Returns the table of baselines and winner."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("policy", no_wrap=True)
+    table.add_column("policy", overflow="fold")
     table.add_column("step", justify="right", no_wrap=True)
     table.add_column("overhead", justify="right", no_wrap=True)
     table.add_column("peak", justify="right", no_wrap=True)
@@ -67,13 +67,14 @@ def study_table(results: Sequence[SearchResult]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("study", "workload", "device"):
         table.add_column(name, overflow="fold")
-    for name in ("budget", "measured", "best step", "peak"):
+    for name in ("budget", "tried", "best step", "peak"):
         table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("evidence", no_wrap=True)
     table.add_column("policy", overflow="fold")
     for result in results:
         best = result.best
         step = peak = "–"
-        policy = "none verified yet"
+        policy = lack_of_winner(result)
         if best is not None and best.measurement is not None and best.step_seconds is not None:
             step = units.format_seconds(best.step_seconds)
             peak = units.format_gib(best.measurement.peak_bytes)
@@ -86,6 +87,7 @@ def study_table(results: Sequence[SearchResult]) -> Table:
             str(len(result.candidates)),
             step,
             peak,
+            str(result.evidence),
             policy,
         )
         table.add_row(*(Text(cell) for cell in cells))

@@ -330,8 +330,15 @@ def more_memory(found: Quantities) -> list[Fact]:
     return [
         *_of_eager_steps(found),
         *(_step_up(found, own, point) for point in steps),
-        *(_step_down(found, own, point) for point in smaller[-1:]),
+        *(_step_down(found, own, point) for point in _next_below(found, own, smaller)),
     ]
+
+
+def _next_below(found: Quantities, own: _Point, smaller: list[_Point]) -> list[_Point]:
+    """Returns the largest of the smaller budgets that costs time, or else the smallest of them."""
+    least = own.overhead.value + _noise_seconds(found)
+    dearer = [point for point in smaller if point.overhead.value > least]
+    return dearer[-1:] or smaller[:1]
 
 
 def _of_eager_steps(found: Quantities) -> list[Fact]:

@@ -41,7 +41,7 @@ class SearchResult:
     floor_bytes: int | None
     """The peak that no policy can go under; None when full checkpointing was not measured."""
     stop_reason: str
-    """Why the search stopped."""
+    """Why the search stopped; empty where it has not ended."""
     evidence: Evidence = Evidence.MEASURED
     """Where all its figures come from."""
     bound_overhead_seconds: float | None = None

@@ -49,7 +49,11 @@ from sac_search.policy import (
     policy_document,
 )
 from sac_search.records import Evidence
-from sac_search.report import terminal
+from sac_search.report import facts, rows, terminal
+from sac_search.report.comparison import compare, render, side_of
+from sac_search.report.explain import explain
+from sac_search.report.figures import figures
+from sac_search.report.summary import cards
 from sac_search.study import store as store_module
 from sac_search.study.finish import stored_winner
 from sac_search.study.result import SearchResult, to_document
@@ -164,10 +168,22 @@ def refused_by_name(folder: Path) -> Iterator[None]:
 
 
 def show(result: SearchResult) -> None:
-    """Prints what `sac-search studies` prints of a result, to where only Unicode can go."""
+    """Prints what the commands print of a result, to where only Unicode can go."""
     json.dumps(to_document(result))
     output = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
-    Console(file=output, width=100).print(terminal.study_table([result]))
+    console = Console(file=output, width=100)
+    console.print(terminal.study_table([result]))
+    console.print(terminal.candidate_table(rows.candidate_rows(result)))
+    lines = [*rows.headline(result), *rows.closing_lines(result)]
+    side = side_of(result)
+    for text in (
+        *lines,
+        facts.to_text(explain(result)),
+        *(render(compare(side, side), name) for name in ("md", "json", "csv")),
+        json.dumps(figures(result), allow_nan=False),
+        *(card.note for card in cards(result)),
+    ):
+        output.write(text)
 
 
 IMPORTS = {

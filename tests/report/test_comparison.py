@@ -20,6 +20,7 @@ from sac_search.policy import Compiled, LayerChoice, Policy, Tier, checkpoint_la
 from sac_search.records import Evidence
 from sac_search.report import comparison
 from sac_search.report.comparison import Comparison, LayerRow, Row, compare, side_of
+from sac_search.study.candidate import Candidate
 from sac_search.study.result import SearchResult
 
 OTHER = make_candidate(
@@ -58,6 +59,7 @@ def test_figures_of_one_environment_are_compared() -> None:
         ("budget", "6.000 GiB", "7.000 GiB", "+16.7%"),
         ("evidence", "measured", "measured", ""),
         ("step time", "220.0 ms", "231.0 ms", "+5.0%"),
+        ("without checkpointing", "200.0 ms", "200.0 ms", "+0.0%"),
         ("overhead", "+10.0%", "+15.5%", "+5.5 points"),
         ("peak", "5.000 GiB", "6.000 GiB", "+20.0%"),
         ("checkpointed layers", "2", "1", "-1"),
@@ -104,6 +106,54 @@ def test_a_difference_within_the_noise_is_called_one() -> None:
     )
     found = found_between(ONE_RESULT, make_result(best=noisy))
     assert row(found, "step time").cells[-1] == "+0.9% (within the noise)"
+
+
+def test_overheads_within_the_noise_are_called_so() -> None:
+    noisy = make_candidate(
+        "trial 9", policy=OTHER.policy, seconds=0.222, peak_bytes=5 * GIB, noise=0.01
+    )
+    found = found_between(ONE_RESULT, make_result(best=noisy))
+    assert row(found, "overhead").cells[-1] == "+1.0 points (within the noise)"
+
+
+def on_slower_machine(result: SearchResult, factor: float) -> SearchResult:
+    def slower(candidate: Candidate | None) -> Candidate | None:
+        if candidate is None or candidate.step_seconds is None:
+            return candidate
+        return dataclasses.replace(candidate, step_seconds=factor * candidate.step_seconds)
+
+    candidates = tuple(filter(None, map(slower, result.candidates)))
+    return dataclasses.replace(result, candidates=candidates, best=slower(result.best))
+
+
+def test_step_times_of_a_machine_at_two_speeds_are_not_compared() -> None:
+    found = found_between(ONE_RESULT, on_slower_machine(OTHER_RESULT, 1.5))
+    assert row(found, "step time").cells[-1] == "not compared"
+    assert row(found, "without checkpointing").cells[1:] == ("200.0 ms", "300.0 ms", "+50.0%")
+    assert row(found, "overhead").cells[-1] == "+5.5 points"
+    assert found.notes == (
+        "The same step, without checkpointing, took 200.0 ms in one and 300.0 ms in other: the "
+        "machine ran at two speeds, so step times are not compared; overheads are, since each is "
+        "over its own study's step.",
+    )
+
+
+def test_on_a_noisy_machine_a_small_difference_is_no_other_speed() -> None:
+    noisy = make_candidate(
+        "trial 9", policy=OTHER.policy, seconds=0.222, peak_bytes=5 * GIB, noise=0.03
+    )
+    slower = on_slower_machine(make_result(best=noisy, study_name="other"), 1.05)
+    assert found_between(ONE_RESULT, slower).notes == ()
+    assert found_between(ONE_RESULT, on_slower_machine(OTHER_RESULT, 1.05)).notes != ()
+
+
+def test_where_the_plain_step_does_not_run_speeds_are_told_by_full_checkpointing() -> None:
+    one = make_result(FULL_CANDIDATE, TRIAL, best=TRIAL, study_name="one")
+    found = found_between(one, on_slower_machine(one, 1.5))
+    assert row(found, "step time").cells[-1] == "not compared"
+    assert found.notes[0].startswith("The same step, with every layer checkpointed, took 260.0 ms")
+    assert "overheads" not in found.notes[0]
+    assert row(found_between(one, one), "step time").difference == 0
 
 
 def test_a_study_without_a_winner_has_no_figures() -> None:
@@ -180,7 +230,11 @@ def test_an_exported_policy_is_a_side_like_its_study(tmp_path: Path) -> None:
     side = comparison.side_of_module("policy.py", read_meta(path))
 
     assert side == dataclasses.replace(
-        side_of(OTHER_RESULT), name="policy.py", noise_fraction=None, layers=()
+        side_of(OTHER_RESULT),
+        name="policy.py",
+        noise_fraction=None,
+        full_seconds=None,
+        layers=(),
     )
     found = compare(side_of(ONE_RESULT), side)
     assert [r.cells[0] for r in found.layers] == ["h.0", "h.1"]
@@ -214,10 +268,10 @@ def test_every_format_holds_the_same() -> None:
     table = list(csv.reader(comparison.render(found, "csv").splitlines()))
     markdown = comparison.render(found, "md").splitlines()
 
-    peak = document["figures"][4]
+    peak = document["figures"][5]
     assert (peak["one"], peak["other"], peak["unit"]) == (5 * GIB, 6 * GIB, "bytes")
     assert peak["difference"] == pytest.approx(0.2)
-    assert ["figures", "peak", str(5 * GIB), str(6 * GIB), "bytes"] == table[5][:5]
+    assert ["figures", "peak", str(5 * GIB), str(6 * GIB), "bytes"] == table[6][:5]
     assert "| peak | 5.000 GiB | 6.000 GiB | +20.0% |" in markdown
     assert markdown[0] == "# one and other"
 

@@ -28,7 +28,7 @@ from sac_search.api import SearchOptions, run_search
 from sac_search.artifacts import load_result
 from sac_search.compiling import CompileOptions
 from sac_search.policy import COMPILE_ALONE, LayerChoice, Policy, Tier, checkpoint_layers
-from sac_search.records import Evidence, Outcome, Phase
+from sac_search.records import Evidence, FailureKind, Outcome, Phase
 from sac_search.report import facts
 from sac_search.report.explain import explain
 from sac_search.study.baselines import COMPILE, NONE
@@ -121,6 +121,9 @@ SAVING_TRIAL = dataclasses.replace(
 FAILED_NONE = Candidate(
     name=NONE, policy=Policy(), outcome=make_failed(), step_seconds=None, is_baseline=True
 )
+FAILED_FULL = dataclasses.replace(
+    FAILED_NONE, name="full", policy=FULL_CANDIDATE.policy, outcome=make_failed()
+)
 COMPILED = dataclasses.replace(
     changed(TRIAL, compile_seconds=12.0),
     name="compiled",
@@ -135,7 +138,33 @@ RESULTS = {
     "prices": make_result(best=SAVING_TRIAL, insights=INSIGHTS),
     "plain winner": make_result(best=FULL_CANDIDATE, insights=INSIGHTS),
     "none fits, measured": make_result(budget_bytes=3 * GIB, insights=INSIGHTS),
-    "nothing ran": make_result(FAILED_NONE),
+    "nothing ran": make_result(FAILED_NONE, FAILED_FULL),
+    "nothing tried": dataclasses.replace(make_result(), candidates=()),
+    "no time": dataclasses.replace(
+        make_result(best=TRIAL, bound_overhead_seconds=0.0),
+        candidates=tuple(
+            dataclasses.replace(c, step_seconds=0.0) for c in (NONE_CANDIDATE, FULL_CANDIDATE)
+        ),
+    ),
+    "untimed": make_result(
+        *(
+            dataclasses.replace(c, step_seconds=None)
+            for c in (NONE_CANDIDATE, FULL_CANDIDATE, TRIAL)
+        )
+    ),
+    "endless": make_result(
+        NONE_CANDIDATE, dataclasses.replace(FULL_CANDIDATE, step_seconds=float("inf")), best=TRIAL
+    ),
+    "untimed baseline": make_result(
+        dataclasses.replace(NONE_CANDIDATE, step_seconds=None), TRIAL, best=TRIAL
+    ),
+    "no memory": make_result(
+        changed(NONE_CANDIDATE, peak_bytes=0),
+        changed(FULL_CANDIDATE, peak_bytes=0),
+        best=changed(TRIAL, peak_bytes=0),
+        insights=INSIGHTS,
+        floor_bytes=0,
+    ),
     "not verified": make_result(rejected=("trial 5: wrong gradients, h.0.weight off by 5.0e-01",)),
     "no checkpointing": make_result(best=NONE_CANDIDATE, budget_bytes=9 * GIB, insights=INSIGHTS),
     "none failed": make_result(FAILED_NONE, FULL_CANDIDATE, TRIAL, best=TRIAL),
@@ -270,6 +299,12 @@ def test_a_budget_that_does_not_bind() -> None:
     assert {s.title for s in explanation.sections} == {STANDING, PEAK}
 
 
+def test_without_checkpointing_nothing_is_recomputed() -> None:
+    for name, words in (("no checkpointing", "works with"), ("winner", "recomputes and works")):
+        [line] = said(RESULTS[name], PEAK, "The peak of")
+        assert f"what one layer {words}" in line
+
+
 def test_nothing_fits() -> None:
     assert sentences(explain(RESULTS["none fits, measured"]), STANDING) == [
         "No policy fits 3.000 GiB: the smallest peak is 4.000 GiB, by full (2 layers: recompute "
@@ -284,6 +319,22 @@ def test_nothing_ran() -> None:
         "device with more memory."
     ]
     assert not sentences(explanation, PEAK)
+
+
+def test_what_was_not_run_is_not_said_to_have_failed() -> None:
+    explanation = explain(RESULTS["nothing tried"])
+    assert sentences(explanation, STANDING) == ["Nothing was tried yet under 6.000 GiB."]
+    assert {section.title for section in explanation.sections} == {STANDING}
+
+
+def test_what_full_checkpointing_failed_by_is_what_to_look_at() -> None:
+    crashed = dataclasses.replace(FAILED_FULL, outcome=make_failed(FailureKind.CRASH))
+    [line] = sentences(explain(make_result(FAILED_NONE, crashed)), LIMITS)
+    assert "smaller batch" not in line and line.endswith("its log has the last words.")
+
+
+def test_before_a_policy_is_verified_it_is_the_best_so_far_that_is_explained() -> None:
+    assert said(RESULTS["not verified"], PEAK, "The peak of trial 7, 5.000 GiB of tensors")
 
 
 def test_a_search_that_was_stopped_tells_the_best_so_far() -> None:
@@ -437,6 +488,23 @@ def test_the_next_budgets_up_and_down() -> None:
     assert "10.0 ms above no checkpointing instead of the 20.0 ms that" in up
     assert most.startswith("2.000 GiB more (8.000 GiB) would spare 20.0 ms of a step, with no")
     assert down.startswith("1.000 GiB less (5.000 GiB) would cost 20.0 ms of a step")
+
+
+def test_of_smaller_budgets_the_first_that_costs_something_is_told() -> None:
+    own = INSIGHTS.frontier[1]
+    near = dataclasses.replace(own, budget_bytes=own.budget_bytes - MIB)
+    insights = dataclasses.replace(INSIGHTS, frontier=(INSIGHTS.frontier[0], near, own))
+    result = make_result(best=SAVING_TRIAL, insights=insights)
+    assert [line[:40] for line in sentences(explain(result), MORE)] == [
+        "1.000 GiB less (5.000 GiB) would cost 20"
+    ]
+    free = dataclasses.replace(INSIGHTS.frontier[0], overhead_seconds=own.overhead_seconds)
+    result = dataclasses.replace(
+        result, insights=dataclasses.replace(insights, frontier=(free, near, own))
+    )
+    [line] = sentences(explain(result), MORE)
+    assert line.startswith("1.000 GiB less (5.000 GiB) would cost 0.0 ms")
+    assert line.endswith("less than a measurement shows (believed).")
 
 
 def test_a_gain_within_the_noise_is_called_one() -> None:

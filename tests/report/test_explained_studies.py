@@ -31,7 +31,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, SearchResult]
 
 
 def test_none_is_missing() -> None:
-    assert {"builtin", "gpt2", "llama", "vit", "resnet", "sft", "forecast"} <= set(NAMES)
+    assert {"builtin", "gpt2", "llama", "vit", "resnet", "sft", "ssm", "forecast"} <= set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -60,6 +60,20 @@ def test_logits_of_a_large_vocabulary_are_found(results: dict[str, SearchResult]
     assert told[0].startswith("What the model's output and the loss add to the forward pass is 2.1")
     assert "which holds the peak (forecast)" in told[0] and "chunked cross-entropy" in told[0]
     assert "(measured)" not in facts.to_text(explain(results["forecast"]))
+
+
+def test_the_peak_is_taken_apart_and_gradients_that_are_left_are_found(
+    results: dict[str, SearchResult],
+) -> None:
+    # Its step ends with zero_grad(set_to_none=False).
+    result = results["ssm"]
+    assert result.best is not None and result.best.measurement is not None
+    figures = explain(result).figures
+    parts = [f.quantity.value for f in figures if f.name.startswith("part ")]
+    assert len(parts) == 6
+    assert sum(parts) == pytest.approx(result.best.measurement.allocated_bytes, rel=0.002)
+    [told] = [text for text in sentences(explain(result), LIMITS) if "zero_grad" in text]
+    assert told.startswith("When the step begins 1.5 MiB of gradients are alive")
 
 
 @pytest.mark.parametrize("name", ["builtin", "gpt2", "llama", "resnet", "vit"])

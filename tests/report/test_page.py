@@ -23,7 +23,7 @@ from sac_search import units
 from sac_search.compiling import CompileOptions
 from sac_search.errors import UsageError
 from sac_search.policy import Compiled, Policy, Tier, checkpoint_layers
-from sac_search.records import Evidence, FailureKind
+from sac_search.records import Evidence, FailureKind, Phase
 from sac_search.report.page import _packed_plotly, render_page, search_command
 from sac_search.study.baselines import COMPILE, FULL, NONE
 from sac_search.study.candidate import Candidate
@@ -285,6 +285,86 @@ def test_a_study_in_which_nothing_ran() -> None:
     assert "worker crashed" in page.visible and not page.has("canvas")
 
 
+def test_a_study_in_which_nothing_was_tried() -> None:
+    page = page_of(dataclasses.replace(make_result(stop_reason=""), candidates=()))
+    assert page.figures == {}
+    assert "Nothing was tried yet for 6.000 GiB." in page.visible
+    assert "Policies" not in page.visible and "Stopped" not in page.visible
+
+
+def test_a_study_that_lost_its_step_times_has_a_page() -> None:
+    untimed = [
+        dataclasses.replace(c, step_seconds=None) for c in (NONE_CANDIDATE, FULL_CANDIDATE, TRIAL)
+    ]
+    page = page_of(make_result(*untimed, best=untimed[-1]))
+    assert "no step time" in page.visible and "the step time is not known" in page.visible
+    assert page.figures == {}
+
+
+def test_figures_that_no_step_has_do_not_keep_a_page_from_being_written() -> None:
+    endless = dataclasses.replace(TRIAL, step_seconds=float("inf"))
+    changes = {"best": endless, "budget_bytes": 0, "bound_overhead_seconds": float("inf")}
+    page = page_of(make_result(NONE_CANDIDATE, endless, **changes))
+    assert [len(trace["x"]) for trace in page.figures["trade-off"]["data"]] == [1]
+    result = make_result(endless, best=endless, environment=other_environment(clock="sundial"))
+    assert page_of(result).figures == {} and "Clock: sundial." in page_of(result).visible
+
+
+def test_without_baselines_all_policies_are_listed_at_once() -> None:
+    page = page_of(make_result(CRASHED))
+    assert page.visible.count("trial 9") == 1 and not page.has("details")
+
+
+def test_what_the_planner_believes_is_told_only_where_it_is_drawn() -> None:
+    empty = Insights(saves=(), layers=(), frontier=())
+    assert "dotted line" in page_of(full_result()).visible
+    assert "dotted line" not in page_of(full_result(insights=empty)).visible
+
+
+def test_parts_of_a_small_peak_are_told_in_mib() -> None:
+    timeline = make_timeline(forward=9 * units.MIB, backward=units.MIB)
+    entry = PolicyTimeline(name=NONE, policy_key="a", timeline=timeline)
+    page = page_of(full_result(timelines=(entry,)))
+    assert "saved activations 9.0 MiB, recompute working set 1.0 MiB" in page.visible
+
+
+def test_the_budget_is_a_line_above_a_step_only_where_it_can_be_seen() -> None:
+    for budget_bytes, is_drawn in ((1500, True), (6 * GIB, False)):
+        page = page_of(full_result(budget_bytes=budget_bytes, best=None))
+        assert ("The dashed line is the budget." in page.visible) is is_drawn
+        assert ("The budget, 6.000 GiB, is far above." in page.visible) is not is_drawn
+        levels = [shape.get("y0") for shape in page.figures["memory-0"]["layout"]["shapes"]]
+        assert (budget_bytes / GIB in levels) is is_drawn
+
+
+def test_the_winners_memory_is_called_the_bests() -> None:
+    keys = (Policy().key, FULL_CANDIDATE.policy.key, TRIAL.policy.key)
+    timelines = tuple(
+        dataclasses.replace(t, policy_key=key) for t, key in zip(TIMELINES, keys, strict=True)
+    )
+    page = page_of(full_result(timelines=timelines))
+    places = [a["aria-label"] or "" for a in page.has("div") if a.get("role") == "img"]
+    named = [label.partition(": ")[2].partition(",")[0] for label in places if "Memory" in label]
+    assert named == ["none", "best (trial 7)", "full"]
+
+
+def test_a_phase_is_named_where_there_is_room_for_its_name() -> None:
+    phases = (Phase.FORWARD, Phase.BACKWARD, Phase.CLIPPING, Phase.CLIPPING)
+    timeline = dataclasses.replace(TIMELINES[0].timeline, phases=phases, ops=(0, 11, 80, 100))
+    page = page_of(full_result(timelines=(dataclasses.replace(TIMELINES[0], timeline=timeline),)))
+    notes = page.figures["memory-0"]["layout"]["annotations"]
+    assert [note["text"] for note in notes[:-1]] == ["forward", "backward"]
+
+
+def test_a_deep_model_folds_out() -> None:
+    layers = make_layers(500)
+    policy = checkpoint_layers([layer.name for layer in layers])
+    best = make_candidate("trial 1", policy=policy, seconds=0.22, peak_bytes=5 * GIB)
+    page = page_of(make_result(NONE_CANDIDATE, best, best=best, layers=layers))
+    assert "The other 452 layers" in page.visible
+    assert len([a for a in page.has("div") if a.get("class") == "strip"]) == 500
+
+
 def test_a_step_that_needs_no_checkpointing() -> None:
     page = page_of(make_result(NONE_CANDIDATE, best=NONE_CANDIDATE, budget_bytes=9 * GIB))
     assert "No checkpointing needed" in page.visible
@@ -311,6 +391,9 @@ def test_a_forecast_says_that_it_is_one() -> None:
     assert "This is a forecast: no step was run" in page.visible
     assert "Nothing was verified: no step was run." in page.visible
     assert "How the search went" not in page.visible
+    assert "200.0 ms without checkpointing, by forecast" in page.visible
+    assert "8.000 GiB without checkpointing, by forecast" in page.visible
+    assert "seconds by the published rates of paper." in page.visible
 
 
 def test_compiled_policies() -> None:

@@ -15,6 +15,7 @@ from sac_search.records import Outcome
 from sac_search.report import progress
 from sac_search.report.progress import SearchProgress
 from sac_search.report.screen import Screen, screen_lines, sparkline
+from sac_search.study.baselines import BASELINE_NAMES
 from sac_search.study.candidate import Candidate
 
 # Markup, an emoji code, a tag that closes nothing and a backslash at the end.
@@ -186,6 +187,19 @@ def test_what_is_left_grows_less_between_trials(told: SearchProgress, clock: Clo
     assert "1h 10m, at most about 2h 55m of trials left" in shown(told, 100)[2]
 
 
+def test_when_all_trials_are_done_nothing_is_left(told: SearchProgress, clock: Clock) -> None:
+    told.on_candidate(TRIAL, 40, 6 * GIB)
+    assert shown(told, 100)[2].endswith("1h 00m")
+
+
+def test_trials_that_take_longer_than_expected_are_not_promised(
+    told: SearchProgress, clock: Clock
+) -> None:
+    told.on_candidate(TRIAL, 39, 6 * GIB)
+    clock.seconds += 3600
+    assert "left" not in shown(told, 100)[2]
+
+
 def test_before_there_is_a_pace_nothing_is_promised(clock: Clock) -> None:
     told = SearchProgress(make_console(), quiet=True, verbose=False, now=clock)
     told.on_phase("search", total=40)
@@ -327,8 +341,19 @@ def test_there_is_no_display_where_none_is_wanted(how: dict[str, object]) -> Non
 @pytest.mark.parametrize("width", [200, 85, 80, 60])
 def test_the_line_of_an_improvement_fits_the_terminal(width: int) -> None:
     line = progress._candidate_line(TRIAL, 6 * GIB, True, width)
-    assert " ".join(line.split()) == "trial 7 220.0 ms 5.000 GiB fits * best so far"
-    assert len(line) == min(width, 85)
+    mark = "best so far" if width >= 85 else "best"
+    assert " ".join(line.split()) == f"trial 7 220.0 ms 5.000 GiB fits * {mark}"
+    assert len(line) == {200: 85, 85: 85, 80: 78, 60: 60}[width]
+
+
+def test_every_baselines_figures_stand_in_their_columns_on_eighty() -> None:
+    lines = [
+        progress._candidate_line(
+            make_candidate(name, policy=TRIAL.policy, peak_bytes=5 * GIB), 6 * GIB, True, 80
+        )
+        for name in BASELINE_NAMES
+    ]
+    assert {line.index("5.000 GiB") for line in lines} == {lines[0].index("5.000 GiB")}
 
 
 def test_on_a_narrow_terminal_a_line_has_no_columns() -> None:

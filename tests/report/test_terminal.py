@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 
 from results import BITWISE, TRIAL, make_result
 from rich.console import Console
+from scripted import make_candidate
 
+from sac_search.records import Evidence
 from sac_search.report import rows, terminal
 
 # Markup, an emoji code, a tag that closes nothing and a backslash at the end.
 NASTY = "[red]h.0[/red] :bomb: [/bold] \\"
 
 
-def printed(table: object) -> str:
-    console = Console(file=io.StringIO(), width=200)
+def printed(table: object, width: int = 200) -> str:
+    console = Console(file=io.StringIO(), width=width)
     console.print(table)
     return console.file.getvalue()
 
@@ -39,6 +42,17 @@ def test_the_table_of_candidates_has_every_cell_on_one_line() -> None:
     assert [line.split("  ")[0] for line in lines[1:]] == ["none", "full", "best (trial 7)"]
     assert "200.0 ms ±0.4%" in lines[1] and "over" in lines[1]
     assert "2 layers: save matmul" in lines[3]
+
+
+def test_on_eighty_columns_nothing_is_cut_off() -> None:
+    recipe = make_candidate(
+        "save matmul + attention + convolution", policy=TRIAL.policy, seconds=0.25
+    )
+    result = make_result(dataclasses.replace(recipe, is_baseline=True), TRIAL, best=TRIAL)
+    text = printed(terminal.candidate_table(rows.candidate_rows(result)), 80)
+    assert "…" not in text
+    assert " ".join(text.split()).startswith("policy step overhead peak budget what it does")
+    assert "convolution" in text and "250.0 ms ±0.0%" in text
 
 
 def test_the_winner_stands_out_on_a_terminal() -> None:
@@ -94,15 +108,21 @@ def test_the_table_of_ops_names_each_kind_once() -> None:
 
 
 def test_the_table_of_studies_tells_the_best_of_each() -> None:
-    text = printed(
-        terminal.study_table([make_result(best=TRIAL), make_result(study_name="unfinished")])
-    )
+    results = [
+        make_result(best=TRIAL),
+        make_result(study_name="unfinished"),
+        make_result(study_name="on paper", best=TRIAL, evidence=Evidence.FORECAST),
+    ]
+    text = printed(terminal.study_table(results))
 
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert lines[1] == (
-        "gpt paper.py:workload paper 6.000 GiB 3 220.0 ms 5.000 GiB 2 layers: save matmul"
+        "gpt paper.py:workload paper 6.000 GiB 3 220.0 ms 5.000 GiB measured 2 layers: save matmul"
     )
-    assert lines[2] == "unfinished paper.py:workload paper 6.000 GiB 3 – – none verified yet"
+    assert lines[2] == (
+        "unfinished paper.py:workload paper 6.000 GiB 3 – – measured none verified yet"
+    )
+    assert "220.0 ms 5.000 GiB forecast" in lines[3]
 
 
 def test_the_verification_of_the_result_is_the_one_in_the_headline() -> None:
