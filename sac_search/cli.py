@@ -380,7 +380,7 @@ def trace(
     _print_notes(description.notes)
     console = _output()
     for line in rows.layer_lines(description.layers):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        _print_line(console, line)
     console.print()
     console.print(terminal.op_table(rows.op_rows(description.layers)))
     return 0
@@ -555,6 +555,11 @@ def _output() -> Console:
     return Console() if sys.stdout.isatty() else Console(width=_WIDTH_OF_FILES)
 
 
+def _print_line(console: Console, line: str) -> None:
+    """Prints a line, broken between words on a terminal and not at all elsewhere."""
+    console.print(line, markup=False, highlight=False, soft_wrap=not console.is_terminal)
+
+
 def _print_notes(notes: Sequence[str]) -> None:
     for note in notes:
         print_text(note)
@@ -657,8 +662,8 @@ def _print_result(result: SearchResult, *, quiet: bool) -> None:
         console.print(terminal.candidate_table(rows.candidate_rows(result)))
         console.print()
     for line in rows.headline(result):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        _print_line(console, line)
     if quiet:
         return
     for line in rows.closing_lines(result):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        _print_line(console, line)

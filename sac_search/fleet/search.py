@@ -112,10 +112,10 @@ def search_with_workers(
     refuse_ranks_apart()
     _refuse_contradictions(options, workers, slurm)
     series, folder = name_and_folder(spec, options)
+    watch = _Watch(folder, options, listener)
     jobs = _started(spec, options, workers, slurm or {}, series, folder)
-    watch = _Watch(jobs, folder, options, listener)
     try:
-        watch.run()
+        watch.run(jobs)
     finally:
         for job in jobs:
             job.kill()
@@ -188,10 +188,8 @@ def _reported(
 class _Watch:
     """Waits for the jobs and tells what they find meanwhile."""
 
-    def __init__(
-        self, jobs: Sequence[Job], folder: Path, options: SearchOptions, listener: Listener
-    ) -> None:
-        self._running = list(jobs)
+    def __init__(self, folder: Path, options: SearchOptions, listener: Listener) -> None:
+        self._running: list[Job] = []
         self._folder = folder
         self._options = options
         self._listener = listener
@@ -203,10 +201,17 @@ class _Watch:
         self._errors: list[SacSearchError] = []
         self._is_interrupted = False
         self._has_result = False
+        store = self._opened()
+        if store is not None:
+            known = store.candidates()
+            self._known = {candidate.policy.key for candidate in known}
+            self._trials_done = sum(map(_counts, known))
+            listener.on_known(known, self._trials_done, store.budget_bytes)
 
-    def run(self) -> None:
+    def run(self, jobs: Sequence[Job]) -> None:
         """Waits until all jobs have ended; Ctrl-C asks them to."""
-        self._listener.on_phase("load")
+        self._running = list(jobs)
+        self._listener.on_phase("search", total=self._options.trials)
         while self._running:
             try:
                 time.sleep(_POLL_SECONDS)
@@ -276,16 +281,11 @@ class _Watch:
         if self._store is not None:
             return self._store
         try:
-            store = open_study(self._folder, self._options.storage)
+            self._store = open_study(self._folder, self._options.storage)
         except StudyNotFound:
             return None  # no worker has made it yet
-        known = store.candidates()
-        self._known = {candidate.policy.key for candidate in known}
-        self._trials_done = sum(map(_counts, known))
-        self._listener.on_phase("search", total=self._options.trials)
-        self._listener.on_known(known, self._trials_done, store.budget_bytes)
-        self._store, self._reader = store, TrialReader(store)
-        return store
+        self._reader = TrialReader(self._store)
+        return self._store
 
 
 def _counts(candidate: Candidate) -> bool:
