@@ -452,7 +452,7 @@ def test_two_workers_search_a_real_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["--budget-gb", "0.08", "--root", str(tmp_path), "--workers", "cpu,cpu"]
-    assert cli.main([*command, "--study", "gpt", "--trials", "4", "--steps", "1"]) == 0
+    assert cli.main([*command, "--study", "gpt", "--trials", "8", "--steps", "1"]) == 0
     assert "every gradient are bitwise those of no checkpointing" in capsys.readouterr().out
     store = open_study(tmp_path / "gpt")
     workers = {trial.user_attrs["worker"] for trial in store.study.get_trials(deepcopy=False)}
