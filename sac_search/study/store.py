@@ -27,6 +27,7 @@ from sac_search.errors import EnvironmentMismatch, StudyError, StudyFileError, S
 from sac_search.policy import Policy
 from sac_search.records import SCHEMA_VERSION, Bytes, Environment, Evidence, Outcome, Verification
 from sac_search.space import Decision
+from sac_search.study.attributes import joined_value, outdated_parts, split_value
 from sac_search.study.candidate import Candidate, drift_free_seconds
 from sac_search.study.insights import Insights
 from sac_search.study.sampler import WORKER
@@ -104,8 +105,16 @@ class StudyStore:
 
     # What never changes is read once: Optuna copies all attributes, layers and all, on every read.
 
-    def __init__(self, study: optuna.Study, path: Path, label: str | None = None) -> None:
+    def __init__(
+        self,
+        study: optuna.Study,
+        path: Path,
+        label: str | None = None,
+        *,
+        is_shared: bool = False,
+    ) -> None:
         self.study = study
+        self._is_shared = is_shared
         self.path = path
         """Its file; where it is in a storage that others share, the file it would have."""
         self.label = label or str(path)
@@ -171,8 +180,14 @@ class StudyStore:
 
     def write(self, name: str, value: Any) -> None:
         """Stores `value` under a user attribute of the study."""
+        stored = records.to_builtins(value)
         with errors_named(self.label):
-            self.study.set_user_attr(name, records.to_builtins(value))
+            parts = split_value(name, stored) if self._is_shared else {name: stored}
+            for part, text in parts.items():
+                self.study.set_user_attr(part, text)
+            if len(parts) > 1:
+                for part in outdated_parts(name, parts, self.study.user_attrs):
+                    self.study.set_user_attr(part, "")
 
     def replace_layers(self, layers: Sequence[LayerTrace]) -> None:
         """Gives a study that has not begun other traces of its layers."""
@@ -421,7 +436,7 @@ class StudyStore:
 
     def _optional(self, name: str, value_type: type[T]) -> T | None:
         with _reading(self.label):
-            stored = self.study.user_attrs.get(name)
+            stored = joined_value(name, self.study.user_attrs)
         return None if stored is None else self._decode(stored, value_type)
 
     def _decode(self, stored: Any, value_type: type[T]) -> T:
@@ -489,7 +504,7 @@ def create_study(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             study.set_metric_names(["step_seconds"])
-    store = StudyStore(study, path, label)
+    store = StudyStore(study, path, label, is_shared=storage is not None)
     store.write("series", series or folder.name)
     store.write("budget_bytes", budget_bytes)
     store.write("environment", environment)
@@ -516,7 +531,7 @@ def open_study(folder: Path, storage: str | None = None) -> StudyStore:
             f"{label} has schema version {version}, written by a newer sac-search; "
             f"this one reads up to {SCHEMA_VERSION}. Upgrade sac-search, or use another --study"
         )
-    return StudyStore(study, folder / DATABASE_NAME, label)
+    return StudyStore(study, folder / DATABASE_NAME, label, is_shared=storage is not None)
 
 
 def _open_file(folder: Path) -> optuna.Study:
