@@ -249,7 +249,7 @@ class WorkerClient:
         try:
             reply = self._process.exchange(method, argument, timeout_seconds)
             if reply.error is not None:
-                raise _local_error(reply)
+                raise local_error(reply)
             result = msgspec.json.decode(reply.result, type=METHODS[method].result_type)
         except msgspec.DecodeError as error:
             self.close()
@@ -267,7 +267,8 @@ def _has_diverged(failure: Failure | None) -> bool:
     return failure is not None and failure.kind is FailureKind.NON_FINITE_LOSS
 
 
-def _local_error(reply: Reply) -> errors.SacSearchError:
+def local_error(reply: Reply) -> errors.SacSearchError:
+    """Returns the exception that the worker's side raised."""
     assert reply.error is not None
     error_type = getattr(errors, reply.error.type_name, errors.WorkerError)
     if error_type is errors.WorkloadError:
