@@ -33,6 +33,8 @@ from sac_search.study.timelines import PolicyTimeline
 from sac_search.trace import LayerTrace
 
 DATABASE_NAME = "study.db"
+BATCHES_MARK = "batches_schema_version"
+"""The attribute of a study over batch sizes: see `batches`."""
 # The name of the constraint in every trial: at most zero when the policy fits.
 CONSTRAINT = "peak_over_budget_gib"
 _LOCK_TIMEOUT_SECONDS = 60
@@ -475,6 +477,11 @@ def open_study(folder: Path) -> StudyStore:
         storage = storage_at(path)
         found = optuna.get_all_study_summaries(storage)
         begun = [study for study in found if "schema_version" in study.user_attrs]
+        if any(BATCHES_MARK in study.user_attrs for study in found):
+            raise StudyFileError(
+                f"{path} holds a study over batch sizes: continue it with --maximize throughput, "
+                f"name the study of one size ({folder / 'batch-N'}), or another one with --study"
+            )
         foreign = [study.study_name for study in found if study.n_trials and study not in begun]
         if not begun and foreign:
             raise StudyFileError(
@@ -494,6 +501,15 @@ def open_study(folder: Path) -> StudyStore:
             f"this one reads up to {SCHEMA_VERSION}. Upgrade sac-search, or use another --study"
         )
     return StudyStore(study, path)
+
+
+def holds_batches(path: Path) -> bool:
+    """Returns whether the file holds a study over batch sizes."""
+    if not os.path.isfile(path) or not _is_made(path):
+        return False
+    with _reading(path):
+        found = optuna.get_all_study_summaries(storage_at(path))
+    return any(BATCHES_MARK in study.user_attrs for study in found)
 
 
 def check_same(
