@@ -492,7 +492,7 @@ class _ThroughputSearch:
         best = leader(standings.values())
         for size in self._sizes.values():
             standing = standings[size.batch_size]
-            reason = "there was no trial left for it"
+            reason = "the search ended before it was its turn"
             if is_beaten(standing, best):
                 reason = "no policy is believed to reach the fastest size"
             elif standing.idle_trials >= PATIENCE:

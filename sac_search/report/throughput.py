@@ -195,7 +195,9 @@ def where_larger_stops_paying(result: ThroughputResult) -> str:
         return f"Larger ones do not fit: {first.batch_size} is {first.record.state}."
     after = measured[0]
     change = _gain(after.samples_per_second, best.samples_per_second)
-    return f"Larger stops paying at {best.batch_size}: {after.batch_size} gives {change}."
+    told = f"Larger stops paying at {best.batch_size}: {after.batch_size} gives {change}"
+    is_more = (after.samples_per_second or 0.0) > (best.samples_per_second or 0.0)
+    return f"{told}, which is within the noise, or of another hour." if is_more else f"{told}."
 
 
 def throughput_closing_lines(result: ThroughputResult) -> list[str]:
