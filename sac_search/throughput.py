@@ -204,12 +204,13 @@ class _ThroughputSearch:
         size = 1
         while size <= LARGEST_BATCH_SIZE:
             peak_bytes = self._least_peak(size)
-            if peak_bytes is None:
+            if peak_bytes is None and size == 1:
                 raise WorkloadError(
                     f"a step of batch size {size} cannot be forecast, so it is not known which "
                     "sizes fit; name them: --batch-sizes 4,8,16"
                 )
-            if is_over(peak_bytes, self.options.budget_bytes):
+            # One that cannot even be built is no larger than what fits.
+            if peak_bytes is None or is_over(peak_bytes, self.options.budget_bytes):
                 break
             size *= 2
         return size // 2
@@ -226,7 +227,7 @@ class _ThroughputSearch:
             return least
         peak_bytes = self.workers.full_peak_bytes(size)
         if peak_bytes is None:
-            self._cannot_forecast = True
+            self._cannot_forecast = not self._peaks
             return None
         self._peaks[size] = peak_bytes
         return peak_bytes

@@ -96,7 +96,7 @@ class ScriptedWorkers:
 
     def full_peak_bytes(self, batch_size: int) -> int | None:
         assert not any(m.is_loaded for m in self.opened.values())
-        if not self.can_forecast:
+        if not self.can_forecast or batch_size in self.broken:
             return None
         self.forecast_sizes.append(batch_size)
         measurer = self.make(batch_size)

@@ -186,6 +186,14 @@ def test_auto_takes_powers_of_two_and_then_looks_between(tmp_path: Path) -> None
     assert workers.measured + workers.compared <= grid.trials / 3
 
 
+def test_auto_ends_where_the_workload_can_be_built_no_larger(tmp_path: Path) -> None:
+    result = search(ScriptedWorkers(broken=frozenset({8})), tmp_path, None)
+    states = {size.batch_size: size.record.state for size in result.sizes}
+    assert states[8] is SizeState.FAILED
+    assert max(states) == 8
+    assert {states[size] for size in (1, 2, 4)} == {SizeState.MEASURED}
+
+
 def test_auto_says_when_nothing_fits_or_nothing_can_be_forecast(tmp_path: Path) -> None:
     with pytest.raises(NoPolicyFits, match="batch size 1: ruled out"):
         search(ScriptedWorkers(), tmp_path, None, budget_mib=41)

@@ -191,8 +191,8 @@ def where_larger_stops_paying(result: ThroughputResult) -> str:
     if not larger:
         return f"No larger batch size than {best.batch_size} was looked at."
     if not measured:
-        first = larger[0]
-        return f"Larger ones do not fit: {first.batch_size} is {first.record.state}."
+        told = ", ".join(f"{size.batch_size} ({size.record.state})" for size in larger)
+        return f"No larger batch size can be used: {told}."
     after = measured[0]
     change = _gain(after.samples_per_second, best.samples_per_second)
     told = f"Larger stops paying at {best.batch_size}: {after.batch_size} gives {change}"

@@ -126,7 +126,7 @@ def test_tokens_are_left_out_where_their_number_is_not_known() -> None:
     ("sizes", "best", "told"),
     [
         ((FOUR, EIGHT), 8, "No larger batch size than 8 was looked at."),
-        ((FOUR, EIGHT, ruled_out(32)), 8, "Larger ones do not fit: 32 is ruled out."),
+        ((FOUR, EIGHT, ruled_out(32)), 8, "No larger batch size can be used: 32 (ruled out)."),
         ((FOUR, EIGHT, SIXTEEN), 8, "Larger stops paying at 8: 16 gives -17.1%."),
         (
             (FOUR, EIGHT, make_size(16, none=0.3, full=0.339, peaks=(17, 6))),
