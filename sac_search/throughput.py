@@ -132,6 +132,7 @@ class _ThroughputSearch:
     _sizes: dict[int, SizeSearch] = field(default_factory=dict)
     _left_out: dict[int, SizeRecord] = field(default_factory=dict)
     _peaks: dict[int, int] = field(default_factory=dict)
+    _not_forecast: set[int] = field(default_factory=set)
     _cannot_forecast: bool = False
     _notes: list[str] = field(default_factory=list)
     _best_told: float = 0.0
@@ -220,13 +221,14 @@ class _ThroughputSearch:
 
         None where it cannot be told. Sizes that are far too large are not forecast themselves.
         """
-        if size in self._peaks or self._cannot_forecast:
+        if size in self._peaks or size in self._not_forecast or self._cannot_forecast:
             return self._peaks.get(size)
         least = least_peak(self._peaks, size)
         if least is not None and is_over(least, self.options.budget_bytes):
             return least
         peak_bytes = self.workers.full_peak_bytes(size)
         if peak_bytes is None:
+            self._not_forecast.add(size)
             self._cannot_forecast = not self._peaks
             return None
         self._peaks[size] = peak_bytes
