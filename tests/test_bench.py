@@ -52,13 +52,7 @@ def clean_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     known = set(sys.modules)
     yield
-    for name in {
-        "_bench",
-        "bench_peers",
-        "bench_planner",
-        "bench_forecast",
-        "bench_report",
-    } - known:
+    for name in {"_bench", *(path.stem for path in SCRIPTS.glob("bench_*"))} - known:
         sys.modules.pop(name, None)
 
 
@@ -591,3 +585,36 @@ def test_a_page_is_timed_in_a_real_browser(tmp_path: Path) -> None:
     assert [row["screen"] for row in rows] == ["desk, 1440 x 900", "telephone, 390 x 844"]
     for row in rows:
         assert 0 < row["median_ready_seconds"] <= row["median_drawn_seconds"]
+
+
+def test_a_search_over_batch_sizes_is_held_against_the_grid() -> None:
+    bench = load("bench_throughput")
+
+    def point(size: int, rate: float, peak: int, *layers: str) -> Any:
+        return bench.Point(
+            batch_size=size,
+            policy=checkpoint_layers(layers),
+            samples_per_second=rate,
+            noise_fraction=0.03,
+            peak_bytes=peak,
+        )
+
+    found, best = point(8, 100.0, 900, "0"), point(16, 104.0, 1000, "0", "1")
+    grid = [point(8, 90.0, 500, "0", "1"), found, best, point(16, 130.0, 1001)]
+    held = bench.Held(
+        budget_bytes=1000,
+        search_measured=1,
+        search_seconds=9.0,
+        grid=grid,
+        grid_seconds=70.0,
+        found=found,
+        again=[found, best],
+        rates=[100.0, 99.0],
+    )
+    text = held.tables()
+    assert [p.samples_per_second for p in held.fitting] == [104.0, 100.0, 90.0]
+    assert "measured 1 policies in 9s, the grid 4 in 1m 10s: 25%" in text
+    assert "number 2 of the 3 that fit in the grid, whose best is +4.0% there" in text
+    assert "| search | 8 | 1 layer: recompute all | 100.0 | 100.0 | +0.0% | 0.000 GiB |" in text
+    assert "| grid | 16 | 2 layers: recompute all | 104.0 | 99.0 | -1.0% | 0.000 GiB |" in text
+    assert "| 16 | 1 of 2 | 104.0 | 2 layers: recompute all |" in text

@@ -43,6 +43,8 @@ from sac_search.study.storage import (
 from sac_search.study.timelines import PolicyTimeline
 from sac_search.trace import LayerTrace
 
+BATCHES_MARK = "batches_schema_version"
+"""The attribute of a study over batch sizes: see `batches`."""
 # The name of the constraint in every trial: at most zero when the policy fits.
 CONSTRAINT = "peak_over_budget_gib"
 _REFERENCE_PREFIX = "baseline: "
@@ -544,6 +546,11 @@ def _open_file(folder: Path) -> optuna.Study:
         storage = storage_at(path)
         found = optuna.get_all_study_summaries(storage)
         begun = [study for study in found if "schema_version" in study.user_attrs]
+        if any(BATCHES_MARK in study.user_attrs for study in found):
+            raise StudyFileError(
+                f"{path} holds a study over batch sizes: continue it with --maximize throughput, "
+                f"name the study of one size ({folder / 'batch-N'}), or another one with --study"
+            )
         foreign = [study.study_name for study in found if study.n_trials and study not in begun]
         if not begun and foreign:
             raise StudyFileError(
@@ -579,6 +586,15 @@ def _label(folder: Path, storage: str | None) -> str:
     if storage is None:
         return str(folder / DATABASE_NAME)
     return f"study {folder.name!r} in {address_without_password(storage)}"
+
+
+def holds_batches(path: Path) -> bool:
+    """Returns whether the file holds a study over batch sizes."""
+    if not os.path.isfile(path) or not is_made(path):
+        return False
+    with _reading(path):
+        found = optuna.get_all_study_summaries(storage_at(path))
+    return any(BATCHES_MARK in study.user_attrs for study in found)
 
 
 def check_same(
