@@ -575,7 +575,8 @@ def test_a_trial_that_others_gave_up_meanwhile_is_written_anew(at: int) -> None:
         def measure(self, policy: Policy) -> Outcome:
             outcome = super().measure(policy)
             if self.measured.total() == at:
-                store.fail_abandoned_trials()  # what another search does after a while
+                for number in store.running_trials():  # what another search does after a while
+                    store.give_up_trial(number)
             return outcome
 
     measurer = Asleep()
