@@ -21,6 +21,7 @@ from sac_search.opclasses import OpClass
 from sac_search.planner import peak_of
 from sac_search.policy import NO_CHECKPOINTING, Compiled, Policy, checkpoint_layers
 from sac_search.records import Failure, FailureKind, Measurement, Outcome, Phase
+from sac_search.study.store import list_studies, open_study
 from sac_search.trace import LayerTrace, OpTrace
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
@@ -618,3 +619,32 @@ def test_a_search_over_batch_sizes_is_held_against_the_grid() -> None:
     assert "| search | 8 | 1 layer: recompute all | 100.0 | 100.0 | +0.0% | 0.000 GiB |" in text
     assert "| grid | 16 | 2 layers: recompute all | 104.0 | 99.0 | -1.0% | 0.000 GiB |" in text
     assert "| 16 | 1 of 2 | 104.0 | 2 layers: recompute all |" in text
+
+
+# --- bench_growth ---------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
+def test_trials_of_a_search_and_of_optuna_alone_are_timed_in_one_study(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    growth = load("bench_growth")
+    monkeypatch.setattr(growth.search_module, "has_converged", lambda history, noise: False)
+    storage = f"sqlite:///{tmp_path}/studies.db"
+
+    rows = growth.measure_study(storage, (20, 30), 1, tmp_path)
+
+    assert [(row.storage, row.trials) for row in rows] == [("sqlite", 20), ("sqlite", 30)]
+    for row in rows:
+        figures = (row.search_seconds, row.optuna_seconds, row.open_seconds, row.report_seconds)
+        assert min(figures) > 0
+        assert row.ratio == row.search_seconds / row.optuna_seconds
+    [name] = list_studies(tmp_path, storage)
+    trials = open_study(name, storage).study.get_trials(deepcopy=False)
+    assert len(trials) == 30 + 2 * growth.TRIALS_IN_A_ROUND
+    # What is timed stores as much: the same attributes, the same constraint.
+    searched, alone = trials[-2 * growth.TRIALS_IN_A_ROUND], trials[-1]
+    assert alone.user_attrs.keys() == trials[-growth.TRIALS_IN_A_ROUND - 1].user_attrs.keys()
+    assert alone.constraints.keys() == searched.constraints.keys()
+    table = growth.study_table(rows)
+    assert f"{rows[0].ratio:.2f}" in table

@@ -279,6 +279,8 @@ def search(
         sampler=SamplerName.RANDOM,
     )
     result = run_search(measurer, name, options, Listener())
+    with log_path.with_suffix(".ends").open("a") as file:
+        file.write(f"{len(measurer.compared)} {len(measurer.verified)}\n")
     os._exit(0 if result.best is not None else 1)
 
 
@@ -321,7 +323,9 @@ def test_workers_share_a_study_and_a_killed_one_loses_nothing(
     beyond = sum(not c.is_baseline for c in candidates)
     assert trials <= beyond <= trials + workers - 1
     assert are_at_once(store)
-    # All end with the same.
+    # One measures the finalists and verifies, and all end with the same.
+    ends = [line.split() for line in log_path.with_suffix(".ends").read_text().splitlines()]
+    assert sorted(ends) == [["0", "0"], ["0", "0"], ["1", "1"]]
     results = [load_result(folder / name, storage) for folder in tmp_path.glob("machine-*")]
     policies = {
         (path / name / "policy.py").read_text().partition("META")[0]
