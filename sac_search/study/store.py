@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import optuna
 from optuna.distributions import BaseDistribution
+from optuna.exceptions import UpdateFinishedTrialError
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
@@ -228,7 +229,8 @@ class StudyStore:
 
     def give_up_trial(self, number: int) -> None:
         """Ends a trial that whoever ran it has left running. What it measured is kept."""
-        with errors_named(self.label):
+        # Others may end it at the same moment.
+        with errors_named(self.label), contextlib.suppress(UpdateFinishedTrialError):
             self.study.tell(number, state=TrialState.FAIL, skip_if_finished=True)
 
     def write_baseline(self, name: str, policy: Policy, outcome: Outcome) -> None:
