@@ -59,12 +59,7 @@ from sac_search.study.dashboard import HOST, attach_files, serve
 from sac_search.study.proxy import PROXY_HOST, serve_storage
 from sac_search.study.result import SearchResult, to_document
 from sac_search.study.sampler import SamplerName
-from sac_search.study.storage import (
-    DATABASE_NAME,
-    PROXY_PORT,
-    address_without_password,
-    check_address,
-)
+from sac_search.study.storage import DATABASE_NAME, PROXY_PORT, address_without_password
 from sac_search.study.store import holds_batches, list_studies, newest_folder, open_study
 from sac_search.study.throughput_result import ThroughputResult
 from sac_search.study.throughput_result import to_document as to_throughput_document
@@ -684,8 +679,6 @@ def _find_study(study: str, root: Path, storage: str | None) -> Path:
 
 
 def _find_any_study(study: str, root: Path, storage: str | None) -> Path:
-    if storage is not None:
-        check_address(storage)
     # The study of one batch size has a name of two parts: train-22gib-throughput/batch-8.
     folders = [Path(study), *([root / study] if "/" in study else [])]
     for folder in filter(os.path.isdir, folders if storage is None else []):

@@ -96,7 +96,12 @@ def check_address(url: str) -> None:
 
 
 def address_without_password(url: str) -> str:
-    """Returns the address as it may be shown and written down."""
+    """Returns the address as it may be shown and written down.
+
+    Raises:
+        UsageError: it cannot be one.
+    """
+    check_address(url)
     return sqlalchemy.make_url(url).render_as_string(hide_password=True)
 
 
