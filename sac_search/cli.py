@@ -38,7 +38,7 @@ from sac_search.arguments import (
 from sac_search.errors import SacSearchError, StudyError, UsageError, WorkloadError
 from sac_search.export import read_meta, require_writable, write_whole
 from sac_search.frontier import find_frontier
-from sac_search.options import Compile, SearchOptions
+from sac_search.options import Compile, Minimize, SearchOptions
 from sac_search.report import comparison, facts, rows, terminal
 from sac_search.report.explain import explain as explain_result
 from sac_search.report.progress import SearchProgress
@@ -79,8 +79,22 @@ def search(
     /,
     *,
     budget_gb: Annotated[
-        float, Parameter(help="Budget for the peak of the whole step, in GiB (2^30 bytes).")
-    ],
+        float | None,
+        Parameter(
+            help=(
+                "Budget for the peak of the whole step, in GiB (2^30 bytes). Only another goal "
+                "than the fastest step goes without."
+            )
+        ),
+    ] = None,
+    minimize: Annotated[
+        Minimize | None,
+        Parameter(help="memory: the least peak within --max-overhead, with a budget or without."),
+    ] = None,
+    max_overhead: Annotated[
+        str | None,
+        Parameter(help="Highest step time above that without checkpointing, as 5% or 0.05."),
+    ] = None,
     ready: ReadyOptions = NOT_READY,
     trials: Annotated[int, Parameter(help="Trials to measure beyond the baselines.")] = 40,
     timeout: Annotated[float | None, Parameter(help="Stop searching after SECONDS.")] = None,
@@ -149,6 +163,10 @@ def search(
     verbose: Annotated[bool, Parameter(name=["--verbose", "-v"], negative="")] = False,
 ) -> int:
     """Search the fastest policy under a budget, verify it and export it."""
+    if budget_gb is None and minimize is None and max_overhead is None:
+        raise UsageError(
+            "Parameter --budget-gb requires an argument.\nType sac-search --help for what there is."
+        )
     workload = ready.spec(workload)
     if forecast is not None and device is not None:
         raise UsageError(
@@ -157,6 +175,8 @@ def search(
         )
     options = SearchOptions(
         budget_gb=budget_gb,
+        minimize=minimize,
+        max_overhead=max_overhead,
         study=study,
         root=root,
         fresh=fresh,
@@ -186,6 +206,7 @@ def search(
         quiet=quiet or json_output,
         verbose=verbose,
         live=not no_progress,
+        goal=options.goal,
     )
     if forecast is None and _device_for(workload, device) != device:
         progress.note_at_start(

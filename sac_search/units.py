@@ -6,6 +6,7 @@ KIB = 2**10
 MIB = 2**20
 GIB = 2**30
 
+_FRACTION = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(%)?\s*")
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i)?)?B\s*", re.IGNORECASE)
 
 
@@ -53,6 +54,14 @@ def parse_bytes(text: str) -> int | None:
     is_binary = match[3] is not None
     unit_bytes = (1024 if is_binary else 1000) ** power
     return round(float(match[1]) * float(unit_bytes))
+
+
+def parse_fraction(text: str) -> float | None:
+    """Returns the fraction that `5%` or `0.05` is; None if it is neither, or below zero."""
+    match = _FRACTION.fullmatch(text)
+    if match is None:
+        return None
+    return float(match[1]) / 100 if match[2] else float(match[1])
 
 
 def gib_to_bytes(size_gib: float) -> int:

@@ -8,8 +8,10 @@ from __future__ import annotations
 from sac_search.policy import Policy
 from sac_search.records import Evidence, Phase
 from sac_search.report.facts import (
+    Basis,
     Explanation,
     Fact,
+    Quantity,
     Section,
     Unit,
     change,
@@ -18,7 +20,8 @@ from sac_search.report.facts import (
 from sac_search.report.limits import floor_phase, limits
 from sac_search.report.quantities import Quantities, Tried
 from sac_search.report.trading import more_memory, saving
-from sac_search.study.candidate import rank
+from sac_search.study.candidate import Candidate, rank
+from sac_search.study.goal import GoalKind
 from sac_search.study.result import SearchResult
 
 # Nearer than this to its bound a winner is at it, however steady its steps were.
@@ -48,6 +51,10 @@ _ALIVE = {
 }
 
 
+_CONTINUE = "The search was interrupted, or it still runs: the same command continues it."
+_MEASURE = "The same command on the device, without --forecast, measures and verifies."
+
+
 def explain(result: SearchResult) -> Explanation:
     """Returns what a study's figures say."""
     quantities = Quantities(result)
@@ -72,6 +79,8 @@ def _standing(found: Quantities) -> list[Fact]:
     best, result = found.best, found.result
     if best is None:
         return _without_winner(found)
+    if result.goal.kind is not GoalKind.SPEED:
+        return _standing_of_goal(found, best)
     if result.needs_no_checkpointing:
         facts = [
             state(
@@ -106,9 +115,41 @@ def _standing(found: Quantities) -> list[Fact]:
             "Nothing was measured or verified, and a part of the budget is left for what a caching "
             "allocator reserves beyond tensors."
         )
-        advice = "The same command on the device, without --forecast, measures and verifies."
-        facts.append(Fact(sentence=sentence, advice=advice))
+        facts.append(Fact(sentence=sentence, advice=_MEASURE))
     return facts
+
+
+def _standing_of_goal(found: Quantities, best: Tried) -> list[Fact]:
+    result = found.result
+    facts = [
+        state(
+            "Searched for: {goal}. The policy is {name} ({policy}): peak {peak}, {step} per step",
+            goal=result.goal.describe(),
+            name=best.name,
+            policy=best.candidate.policy.describe(),
+            peak=(best.peak, Unit.GIB),
+            step=(best.seconds, Unit.SECONDS),
+        ),
+        *_estimate(found),
+        *_against(found, best),
+    ]
+    if result.evidence is not Evidence.MEASURED:
+        facts.append(Fact(sentence="Nothing was measured or verified.", advice=_MEASURE))
+    return facts
+
+
+def _estimate(found: Quantities) -> list[Fact]:
+    result = found.result
+    if result.none_estimate_seconds is None:
+        return []
+    estimate = Quantity(result.none_estimate_seconds, "none_estimate_seconds", Basis.FORECAST)
+    return [
+        state(
+            "Overheads are held against {none}, what the planner believes of the step without "
+            "checkpointing, which does not run here",
+            none=(estimate, Unit.SECONDS),
+        )
+    ]
 
 
 def _against(found: Quantities, best: Tried) -> list[Fact]:
@@ -216,7 +257,9 @@ def _without_winner(found: Quantities) -> list[Fact]:
                 budget=(found.budget, Unit.GIB),
             )
         ]
-    ranked = rank(result.candidates, result.budget_bytes)
+    ranked = result.goal.rank(result.candidates, result.limits)
+    if result.goal.kind is not GoalKind.SPEED:
+        return _without_winner_of_goal(found, ranked[:1])
     if not ranked:
         smallest = found.smallest
         assert smallest is not None
@@ -235,17 +278,37 @@ def _without_winner(found: Quantities) -> list[Fact]:
     fact = state(
         "No policy is verified yet; the fastest so far that fits {budget} is {name} ({policy}): "
         "{step} per step, peak {peak}",
-        "The search was interrupted, or it still runs: the same command continues it.",
+        _CONTINUE,
         budget=(found.budget, Unit.GIB),
         name=first.name,
         policy=first.candidate.policy.describe(),
         step=(first.seconds, Unit.SECONDS),
         peak=(first.peak, Unit.GIB),
     )
-    rejected = [
-        Fact(sentence=f"Rejected: {reason}.", names=(reason,)) for reason in result.rejected
-    ]
-    return [fact, *rejected]
+    return [fact, *_rejected(result)]
+
+
+def _without_winner_of_goal(found: Quantities, ranked: list[Candidate]) -> list[Fact]:
+    goal = found.result.goal
+    if not ranked:
+        fact = state("No policy is within what was searched for: {goal}", goal=goal.describe())
+        return [fact, *_estimate(found), *_rejected(found.result)]
+    first = next(t for t in found.tried if t.candidate is ranked[0])
+    fact = state(
+        "No policy is verified yet; the best so far for what was searched ({goal}) is {name} "
+        "({policy}): peak {peak}, {step} per step",
+        _CONTINUE,
+        goal=goal.describe(),
+        name=first.name,
+        policy=first.candidate.policy.describe(),
+        peak=(first.peak, Unit.GIB),
+        step=(first.seconds, Unit.SECONDS),
+    )
+    return [fact, *_estimate(found), *_rejected(found.result)]
+
+
+def _rejected(result: SearchResult) -> list[Fact]:
+    return [Fact(sentence=f"Rejected: {reason}.", names=(reason,)) for reason in result.rejected]
 
 
 def _is_same(one: Tried, other: Tried) -> bool:

@@ -50,6 +50,7 @@ _MARKERS = {
 _ENDINGS = {
     Ending.FITS: ("circle", "--trial"),
     Ending.OVER: ("circle-open", "--over"),
+    Ending.SLOW: ("circle-open", "--over"),
     Ending.RULED_OUT: ("x-thin-open", "--over"),
     Ending.FAILED: ("x", "--budget"),
 }
@@ -71,8 +72,9 @@ def figures(result: SearchResult) -> dict[str, Figure]:
     if policy_points(result):
         found["trade-off"] = trade_off(result)
     highest_bytes = max((t.timeline.peak_bytes for t in result.timelines), default=0)
+    line_bytes = result.budget_bytes if result.goal.has_budget else None
     for number, entry in enumerate(result.timelines):
-        found[f"memory-{number}"] = memory_over_step(entry, result.budget_bytes, highest_bytes)
+        found[f"memory-{number}"] = memory_over_step(entry, line_bytes, highest_bytes)
     if any(point.step_seconds is not None for point in trial_points(result)):
         found["trials"] = trials(result)
     return found
@@ -106,12 +108,23 @@ def trade_off(result: SearchResult) -> Figure:
     if budget_is_near(result):
         shapes.append(_line(x=result.budget_bytes / units.GIB, color="--budget"))
         notes.append(_note("budget", x=result.budget_bytes / units.GIB, color="--budget"))
+    most_seconds = _most_seconds(result)
+    if most_seconds is not None:
+        shapes.append(_line(y=most_seconds * scale, color="--budget"))
+        notes.append(_note("highest overhead", y=most_seconds * scale, color="--budget"))
     bound_seconds = result.lower_bound_seconds
     if bound_seconds is not None:
         shapes.append(_line(y=bound_seconds * scale, color="--bound"))
         notes.append(_note("planner's bound", y=bound_seconds * scale, color="--bound"))
     layout = _layout(x="peak of the step, GiB", y=f"step time, {unit}")
     return {"data": traces, "layout": layout | {"shapes": shapes, "annotations": notes}}
+
+
+def _most_seconds(result: SearchResult) -> float | None:
+    most_fraction, none_seconds = result.goal.max_overhead_fraction, result.limits.none_seconds
+    if most_fraction is None or none_seconds is None:
+        return None
+    return (1 + most_fraction) * none_seconds
 
 
 def _policies(
@@ -129,7 +142,7 @@ def _policies(
     }
 
 
-def memory_over_step(entry: PolicyTimeline, budget_bytes: int, highest_bytes: int) -> Figure:
+def memory_over_step(entry: PolicyTimeline, budget_bytes: int | None, highest_bytes: int) -> Figure:
     """Returns live bytes over one step, stacked by kind, the peak marked and named.
 
     `highest_bytes` is the highest peak of all timelines, so that they can be compared by eye.
@@ -185,8 +198,10 @@ def memory_over_step(entry: PolicyTimeline, budget_bytes: int, highest_bytes: in
             "bgcolor": "--card",
         }
     )
-    top_gib = max(highest_bytes, budget_bytes if budget_bytes < 2 * highest_bytes else 0)
-    shapes = [_line(y=budget_bytes / units.GIB, color="--budget")]
+    top_gib, shapes = highest_bytes, []
+    if budget_bytes is not None:
+        top_gib = max(highest_bytes, budget_bytes if budget_bytes < 2 * highest_bytes else 0)
+        shapes.append(_line(y=budget_bytes / units.GIB, color="--budget"))
     shapes += [_line(x=span.first_op, color="--grid", dash="solid") for span in spans[1:]]
     layout = _layout(x="ops that have run", y="live tensors, GiB")
     layout["yaxis"]["range"] = [0, _HEADROOM * top_gib / units.GIB]

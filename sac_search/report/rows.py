@@ -12,6 +12,7 @@ from sac_search.records import Evidence, Measurement, Outcome, Verification
 from sac_search.space import Granularity, label_of, saved_name, unsavable_ops
 from sac_search.study.baselines import COMPILE, COMPILE_FULL, FULL, NONE
 from sac_search.study.candidate import Candidate
+from sac_search.study.goal import GoalKind, peak_of
 from sac_search.study.result import SearchResult
 from sac_search.trace import LayerTrace
 from sac_search.worker.session import Verdict
@@ -70,7 +71,6 @@ def _candidate_row(
             verdict=str(candidate.failure.kind),
             is_best=is_best,
         )
-    overhead = result.overhead_of(candidate)
     noise = f" ±{100 * measurement.step_noise_fraction:.1f}%"
     if measurement.evidence is Evidence.FORECAST:
         noise = ""
@@ -78,11 +78,24 @@ def _candidate_row(
         name=name,
         description=candidate.policy.describe(),
         step=f"{units.format_seconds(candidate.step_seconds)}{noise}",
-        overhead="–" if overhead is None else units.format_percent(overhead),
+        overhead=overhead_text(result, candidate),
         peak=units.format_gib(measurement.peak_bytes),
-        verdict="fits" if candidate.fits(result.budget_bytes) else "over",
+        verdict=short_verdict(result.goal.verdict(candidate, result.limits)),
         is_best=is_best,
     )
+
+
+def overhead_text(result: SearchResult, candidate: Candidate) -> str:
+    """Returns a candidate's overhead; against an estimate it is marked as about that."""
+    overhead, estimated = result.overhead_of(candidate), result.estimated_overhead_of(candidate)
+    if estimated is not None:
+        return f"≈{units.format_percent(estimated)}"
+    return "–" if overhead is None else units.format_percent(overhead)
+
+
+def short_verdict(verdict: str) -> str:
+    """Returns a verdict as it stands in a column."""
+    return "over" if verdict == "over the budget" else verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,6 +197,8 @@ def _percent_or_dash(fraction: float | None) -> str:
 
 def headline(result: SearchResult) -> list[str]:
     """Returns the outcome in a few sentences."""
+    if result.goal.kind is not GoalKind.SPEED:
+        return _headline_of_goal(result)
     budget = units.format_gib(result.budget_bytes)
     best = result.best
     if best is None or best.measurement is None or best.step_seconds is None:
@@ -206,6 +221,53 @@ def headline(result: SearchResult) -> list[str]:
     bound = _against_bound(result)
     if bound:
         lines.append(bound)
+    if result.evidence is Evidence.FORECAST:
+        lines.append(_forecast_line(result))
+    if result.verification is not None:
+        lines.append(verification_line(result))
+    return lines
+
+
+def limit_text(result: SearchResult) -> str:
+    """Returns what a study was searched for, in the words of a table: a budget, or its goal."""
+    budget = units.format_gib(result.budget_bytes)
+    if result.goal.kind is GoalKind.SPEED:
+        return budget
+    goal = f"overhead ≤ {result.goal.limit_text}"
+    return f"{goal}, {budget}" if result.goal.has_budget else goal
+
+
+def estimate_lines(result: SearchResult) -> list[str]:
+    """Returns what overheads are held against, where no step without checkpointing runs."""
+    if result.none_estimate_seconds is None or result.limits.none_seconds is None:
+        return []
+    return [
+        "Overheads are held against "
+        f"{units.format_seconds(result.limits.none_seconds)}, the planner's forecast of the step "
+        "without checkpointing, which does not run here: they are estimates."
+    ]
+
+
+def _headline_of_goal(result: SearchResult) -> list[str]:
+    goal, best = result.goal, result.best
+    if best is None or best.measurement is None or best.step_seconds is None:
+        if result.interrupted:
+            return [f"Interrupted before a policy was found and verified: {goal.describe()}."]
+        return [f"No policy was found and verified: {goal.describe()}."]
+    budget = f" of {units.format_gib(result.budget_bytes)}" if goal.has_budget else ""
+    overhead = overhead_text(result, best)
+    lines = [
+        f"{best.policy.describe()}: peak {units.format_gib(peak_of(best))}{budget}, "
+        f"{units.format_seconds(best.step_seconds)} per step.",
+        f"The least peak with an overhead of at most {goal.limit_text} (its own: {overhead}).",
+    ]
+    if result.needs_no_checkpointing:
+        lines[1] = (
+            f"No policy with an overhead of at most {goal.limit_text} was found that peaks lower "
+            "than the step without checkpointing."
+        )
+    lines += estimate_lines(result)
+    lines += [line for name in (FULL, NONE) if (line := _against(result, name))]
     if result.evidence is Evidence.FORECAST:
         lines.append(_forecast_line(result))
     if result.verification is not None:

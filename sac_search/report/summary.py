@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 from sac_search import units
 from sac_search.records import Evidence, Measurement
+from sac_search.report import rows
 from sac_search.study.candidate import Candidate
+from sac_search.study.goal import GoalKind
 from sac_search.study.result import SearchResult
 
 
@@ -36,13 +38,12 @@ def cards(result: SearchResult) -> list[Card]:
 
 
 def _peak(result: SearchResult, measurement: Measurement) -> Card:
-    part = measurement.peak_bytes / result.budget_bytes
     how = "" if result.evidence is Evidence.MEASURED else ", by forecast"
-    return Card(
-        label="Peak of the step",
-        value=units.format_gib(measurement.peak_bytes),
-        note=f"{100 * part:.1f}% of the budget of {units.format_gib(result.budget_bytes)}{how}",
-    )
+    part = measurement.peak_bytes / result.budget_bytes
+    note = f"{100 * part:.1f}% of the budget of {units.format_gib(result.budget_bytes)}{how}"
+    if result.goal.kind is not GoalKind.SPEED:
+        note = f"{result.goal.describe()}{how}"
+    return Card(label="Peak of the step", value=units.format_gib(measurement.peak_bytes), note=note)
 
 
 def _overhead(result: SearchResult, best: Candidate) -> Card:
@@ -50,11 +51,15 @@ def _overhead(result: SearchResult, best: Candidate) -> Card:
     value, note = "–", "the step without checkpointing did not run, so there is no overhead"
     assert best.step_seconds is not None
     if overhead is not None and none is not None and none.step_seconds is not None:
-        value = units.format_percent(overhead)
+        value = rows.overhead_text(result, best)
         note = (
             f"{units.format_seconds(best.step_seconds)} a step, "
             f"{units.format_seconds(none.step_seconds)} without checkpointing"
         )
+    elif result.estimated_overhead_of(best) is not None:
+        value = rows.overhead_text(result, best)
+        note = f"{units.format_seconds(best.step_seconds)} a step; against a forecast, for {note}"
+        note = note.removesuffix(", so there is no overhead")
     elif best.step_seconds is not None:
         note = f"{units.format_seconds(best.step_seconds)} a step; {note}"
     return Card(label="Overhead", value=value, note=note)
@@ -92,13 +97,11 @@ def _distance_to_bound(result: SearchResult, best: Candidate) -> Card:
 
 
 def _cards_of_nothing(result: SearchResult) -> list[Card]:
-    found = [
-        Card(
-            label="Budget",
-            value=units.format_gib(result.budget_bytes),
-            note="no policy was found that stays under it and is verified",
-        )
-    ]
+    note = "no policy was found that stays under it and is verified"
+    found = [Card(label="Budget", value=units.format_gib(result.budget_bytes), note=note)]
+    if result.goal.kind is not GoalKind.SPEED:
+        note = "no policy was found that is within it and is verified"
+        found = [Card(label="Limit", value=rows.limit_text(result), note=note)]
     peaks = {c.name: c.measurement.peak_bytes for c in result.candidates if c.measurement}
     if peaks:
         name = min(peaks, key=lambda name: peaks[name])

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sac_search import units
-from sac_search.report.rows import CandidateRow, FrontierRow, OpRow
+from sac_search.report.rows import CandidateRow, FrontierRow, OpRow, limit_text
 from sac_search.study.result import SearchResult
 
 
@@ -82,7 +82,7 @@ def study_table(results: Sequence[SearchResult]) -> Table:
             result.study_name,
             result.environment.workload,
             result.environment.device_name,
-            units.format_gib(result.budget_bytes),
+            limit_text(result),
             str(len(result.candidates)),
             step,
             peak,
