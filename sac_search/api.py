@@ -78,7 +78,8 @@ def search(
 
     `budget_gb` is in GiB; `options` are the fields of `SearchOptions`. With `minimize="memory",
     max_overhead=0.05` it is the policy of least peak whose step takes at most 5% more than without
-    checkpointing, and a budget may be left out.
+    checkpointing, and a budget may be left out. With `pareto=True` it is the whole trade-off: the
+    result's `front()` has the points, its best is the fastest.
 
     Raises:
         NoPolicyFits: nothing that was measured is within the limits.
@@ -259,6 +260,8 @@ def _name_of_goal(options: SearchOptions) -> str:
     name = ""
     if goal.kind is GoalKind.MEMORY:
         name = f"-memory-{goal.limit_text.removesuffix('%')}pct"
+    elif goal.kind is GoalKind.PARETO:
+        name = "-pareto"
     return name if options.budget_gb is None else f"{name}-{options.budget_gb:g}gib"
 
 
@@ -286,7 +289,7 @@ def _spec_of(factory: Callable[..., Workload]) -> str | None:
 
 
 def _options(function: str, budget_gb: float | None, options: dict[str, Any]) -> SearchOptions:
-    if budget_gb is None and not options.keys() & {"minimize", "max_overhead"}:
+    if budget_gb is None and not options.keys() & {"minimize", "max_overhead", "pareto"}:
         raise TypeError(f"{function}() missing 1 required keyword-only argument: 'budget_gb'")
     known = {field.name: field for field in dataclasses.fields(SearchOptions)}
     unknown = [name for name in options if name not in known]

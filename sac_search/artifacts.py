@@ -58,6 +58,7 @@ def make_result(
         arguments=store.arguments,
         timelines=store.timelines,
         goal=store.goal,
+        verifications={entry.key: entry.verification for entry in store.verified},
         none_estimate_seconds=store.none_estimate_seconds,
     )
 

@@ -91,6 +91,8 @@ class SearchOptions:
     """What to make small instead of the step time; it needs `max_overhead`."""
     max_overhead: float | str | None = None
     """The highest step time above that without checkpointing: `0.05`, or `"5%"`."""
+    pareto: bool = False
+    """Search the fastest step for every peak, instead of one answer; a budget is the highest."""
     study: str | None = None
     """Name of the study; made of the workload and the budget when None."""
     root: Path = Path("studies")
@@ -170,6 +172,14 @@ class SearchOptions:
                 raise UsageError(f"{name} is {value}; it must be more than 0")
 
     def _check_goal(self) -> None:
+        if self.pareto and (self.minimize, self.max_overhead) != (None, None):
+            raise UsageError(
+                "--pareto is for the whole trade-off, --minimize memory for one point of it; leave "
+                "one of them out"
+            )
+        if self.pareto:
+            self._refuse_compiled()
+            return
         if (self.minimize is None) != (self.max_overhead is None):
             raise UsageError(
                 "--minimize memory and --max-overhead belong together: the least peak within a "
@@ -177,8 +187,8 @@ class SearchOptions:
             )
         if self.minimize is None and self.budget_gb is None:
             raise UsageError(
-                "there is neither a budget nor another goal; add --budget-gb, or --minimize memory "
-                "with --max-overhead"
+                "there is neither a budget nor another goal; add --budget-gb, --pareto, or "
+                "--minimize memory with --max-overhead"
             )
         if self.max_overhead is None:
             return
@@ -189,6 +199,9 @@ class SearchOptions:
                 "or 0.05, and not below zero"
             )
         object.__setattr__(self, "max_overhead", fraction)
+        self._refuse_compiled()
+
+    def _refuse_compiled(self) -> None:
         if self.compile is not Compile.OFF:
             raise UsageError(
                 "compiled steps are searched for speed alone; leave --compile out, or search with "
@@ -215,6 +228,8 @@ class SearchOptions:
     @property
     def goal(self) -> Goal:
         """What is searched for."""
+        if self.pareto:
+            return Goal(kind=GoalKind.PARETO, has_budget=self.budget_gb is not None)
         if self.minimize is None:
             return SPEED
         assert isinstance(self.max_overhead, float)

@@ -7,6 +7,7 @@ MIB = 2**20
 GIB = 2**30
 
 _FRACTION = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(%)?\s*")
+_NUMBER = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*")
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i)?)?B\s*", re.IGNORECASE)
 
 
@@ -54,6 +55,13 @@ def parse_bytes(text: str) -> int | None:
     is_binary = match[3] is not None
     unit_bytes = (1024 if is_binary else 1000) ** power
     return round(float(match[1]) * float(unit_bytes))
+
+
+def parse_memory(text: str) -> int | None:
+    """Returns the bytes of `18` (GiB, as budgets are) or of a size; None if it is neither."""
+    if _NUMBER.fullmatch(text):
+        return gib_to_bytes(float(text))
+    return parse_bytes(text)
 
 
 def parse_fraction(text: str) -> float | None:

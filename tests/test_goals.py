@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sac_search import api, cli
+from sac_search import api, artifacts, cli
 from sac_search.apply import load_policy_module
 from sac_search.errors import UsageError
 from sac_search.options import Minimize, SearchOptions
@@ -17,7 +18,7 @@ from sac_search.report import page
 from sac_search.study.goal import Goal, GoalKind
 from sac_search.study.store import open_study
 
-FEW = ("--device", "cpu", "--batch-size", "1", "--trials", "2", "--steps", "1")
+FEW = ("--device", "cpu", "--batch-size", "1", "--trials", "1", "--steps", "1")
 
 
 @pytest.fixture
@@ -66,6 +67,49 @@ def test_the_least_memory_is_found_continued_and_told(
     assert os.path.isfile(folder / "policy.py")
 
 
+def test_the_front_is_found_exported_and_told(
+    in_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*FEW, "--pareto"]) == 0
+    printed = capsys.readouterr().out
+    assert "of step time against peak has" in printed
+    assert re.search(r"peak +step +overhead +verified", printed)
+    folder = in_folder / "studies" / "builtin-pareto"
+    result = result_of(folder)
+    assert result["verification"]["passed"] is True
+    study = open_study(folder).study
+    assert study.metric_names == ["step_seconds", "peak_gib"]
+    assert len(study.directions) == 2
+    found = artifacts.load_result(folder)
+    points = found.front()
+    assert points and all(map(found.is_verified, points))
+
+    for point in points:
+        assert point.measurement is not None
+        at = f"{point.measurement.peak_bytes}B"
+        assert cli.main(["export", "builtin-pareto", "--at", at, "-o", "at.py"]) == 0
+        said = capsys.readouterr().out
+        assert ", measured, verified." in said
+        figures = load_policy_module(in_folder / "at.py").META["figures"]
+        assert figures["peak_bytes"] <= point.measurement.peak_bytes
+    assert cli.main(["export", "builtin-pareto", "--at", "1MiB"]) == 2
+    said = capsys.readouterr().err
+    assert "has no verified policy that peaks at" in said
+    assert "The smallest that is verified peaks at" in said
+    assert cli.main(["export", "builtin-pareto", "--at", "some"]) == 2
+    assert "is no size" in capsys.readouterr().err
+
+    for words, said in (
+        (["studies"], " front "),
+        (["explain", "builtin-pareto"], "Its front has"),
+        (["compare", "builtin-pareto", str(folder)], "the fastest step for every peak"),
+        (["report", "builtin-pareto"], "open it in a browser"),
+    ):
+        assert cli.main(words) == 0
+        assert said in capsys.readouterr().out
+    assert "the fastest step for every peak" in (folder / "report.html").read_text()
+
+
 # --- options --------------------------------------------------------------------------------------
 
 
@@ -86,6 +130,8 @@ def test_a_limit_is_read(given: str | float, fraction: float) -> None:
     [
         ({}, "neither a budget nor another goal"),
         ({"minimize": "memory"}, "belong together"),
+        ({"pareto": True, "minimize": "memory", "max_overhead": "5%"}, "one of them out"),
+        ({"pareto": True, "compile": "search"}, "speed alone"),
         ({"max_overhead": "5%"}, "belong together"),
         ({"budget_gb": 1, "max_overhead": "5%"}, "belong together"),
         ({"minimize": "speed", "max_overhead": "5%"}, "minimize is 'speed'"),

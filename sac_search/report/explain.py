@@ -15,6 +15,7 @@ from sac_search.report.facts import (
     Section,
     Unit,
     change,
+    exactly,
     state,
 )
 from sac_search.report.limits import floor_phase, limits
@@ -121,21 +122,43 @@ def _standing(found: Quantities) -> list[Fact]:
 
 def _standing_of_goal(found: Quantities, best: Tried) -> list[Fact]:
     result = found.result
+    which = "The fastest" if result.goal.kind is GoalKind.PARETO else "The policy"
     facts = [
         state(
-            "Searched for: {goal}. The policy is {name} ({policy}): peak {peak}, {step} per step",
+            "Searched for: {goal}. {which} is {name} ({policy}): peak {peak}, {step} per step",
+            which=which,
             goal=result.goal.describe(),
             name=best.name,
             policy=best.candidate.policy.describe(),
             peak=(best.peak, Unit.GIB),
             step=(best.seconds, Unit.SECONDS),
         ),
+        *_front(found),
         *_estimate(found),
         *_against(found, best),
     ]
     if result.evidence is not Evidence.MEASURED:
         facts.append(Fact(sentence="Nothing was measured or verified.", advice=_MEASURE))
     return facts
+
+
+def _front(found: Quantities) -> list[Fact]:
+    if found.result.goal.kind is not GoalKind.PARETO:
+        return []
+    points = found.result.front()
+    least = next(t for t in found.tried if t.candidate is points[0])
+    verified = sum(found.result.is_verified(c) for c in points)
+    return [
+        state(
+            "Its front has {count} points, {verified} of them verified; the least peak on it is "
+            "{peak}, at {step} per step",
+            "sac-search export STUDY --at SIZE writes any that is verified.",
+            count=(exactly(len(points)), Unit.COUNT),
+            verified=(exactly(verified), Unit.COUNT),
+            peak=(least.peak, Unit.GIB),
+            step=(least.seconds, Unit.SECONDS),
+        )
+    ]
 
 
 def _estimate(found: Quantities) -> list[Fact]:

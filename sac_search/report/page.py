@@ -49,6 +49,13 @@ _CANDIDATE_COLUMNS = (
     ("budget", ""),
     ("what it does", "wide"),
 )
+_FRONT_COLUMNS = (
+    ("peak", "figure"),
+    ("step", "figure"),
+    ("overhead", "figure"),
+    ("verified", ""),
+    ("what it does", "wide"),
+)
 _OP_COLUMNS = (
     ("layer kind", ""),
     ("op", "wide"),
@@ -177,7 +184,16 @@ def _trade_off(result: SearchResult, drawn: Mapping[str, Figure]) -> str:
         caption += " The dotted line is what the planner believes possible, measured or not."
     if lacking:
         caption += f" Not shown: {len(lacking)} without figures, listed below."
-    return section("Step time against peak", caption, plot("trade-off", "Step time against peak"))
+    body = plot("trade-off", "Step time against peak") + _front(result)
+    return section("Step time against peak", caption, body)
+
+
+def _front(result: SearchResult) -> str:
+    lines = [
+        ("", (row.peak, row.step, row.overhead, row.verified, row.description))
+        for row in rows.front_rows(result)
+    ]
+    return table(_FRONT_COLUMNS, lines) if lines else ""
 
 
 def _memory(result: SearchResult) -> str:
@@ -395,6 +411,8 @@ def search_command(result: SearchResult) -> str:
     options = []
     if result.goal.kind is GoalKind.MEMORY:
         options += ['minimize="memory"', f"max_overhead={result.goal.max_overhead_fraction}"]
+    if result.goal.kind is GoalKind.PARETO:
+        options.append("pareto=True")
     if result.goal.has_budget:
         options.insert(0, f"budget_gb={_budget(result)[1]}")
     return f"sac_search.search(workload, {', '.join(options)})  # a {workload}"
@@ -410,4 +428,4 @@ def _limits(result: SearchResult) -> tuple[str, ...]:
     budget = _budget(result) if goal.has_budget else ()
     if goal.kind is GoalKind.MEMORY:
         return ("--minimize", "memory", "--max-overhead", goal.limit_text, *budget)
-    return budget
+    return ("--pareto", *budget) if goal.kind is GoalKind.PARETO else budget

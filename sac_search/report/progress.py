@@ -14,7 +14,7 @@ from sac_search.report.rows import short_verdict
 from sac_search.report.screen import Screen, outcome_words, screen_lines
 from sac_search.study.baselines import NONE
 from sac_search.study.candidate import Candidate
-from sac_search.study.goal import SPEED, Goal, Limits
+from sac_search.study.goal import SPEED, Goal, GoalKind, Limits
 
 # The outcomes that are shown.
 _LAST_OUTCOMES = 3
@@ -47,6 +47,7 @@ class SearchProgress:
         self._verbose = verbose
         self._now = now
         self._note_at_start = ""
+        self._best = "on the front so far" if goal.kind is GoalKind.PARETO else "best so far"
         self._screen = Screen(started=now(), goal=goal)
         self._live: Live | None = None
         if live and not quiet and console.is_terminal and not console.is_dumb_terminal:
@@ -105,7 +106,9 @@ class SearchProgress:
         if self._verbose or better or candidate.is_baseline:
             width = self._console.width if self._console.is_terminal else _WIDTH_OF_LINES
             verdict = self._screen.goal.verdict(candidate, self._screen.limits)
-            self._print(_candidate_line(candidate, budget_bytes, better, width, verdict))
+            self._print(
+                _candidate_line(candidate, budget_bytes, better, width, verdict, self._best)
+            )
 
     def on_estimate(self, none_seconds: float) -> None:
         """The step without checkpointing does not run; this is what it would take."""
@@ -121,7 +124,7 @@ class SearchProgress:
             screen.device_bytes = candidate.measurement.device_bytes
         is_better = screen.is_better(candidate)
         if is_better:
-            screen.best = candidate
+            screen.take(candidate)
         if screen.best is not None and screen.best.step_seconds is not None:
             screen.history = (*screen.history, screen.best.step_seconds)
         return is_better
@@ -144,6 +147,7 @@ def _candidate_line(
     better: bool,
     width: int = _WIDTH_OF_LINES,
     verdict: str = "",
+    best: str = "best so far",
 ) -> str:
     """Returns the line of a candidate; names get what the figures leave of `width` columns."""
     verdict = verdict or SPEED.verdict(candidate, Limits(budget_bytes=budget_bytes))
@@ -159,4 +163,4 @@ def _candidate_line(
     line = f"  {name} {step:>10}  {peak:>11}  {short_verdict(verdict)}"
     if candidate.measurement.compile_seconds is not None:
         line += f"  (compiled in {units.format_duration(candidate.measurement.compile_seconds)})"
-    return line + ("  * best so far" if better and not candidate.is_baseline else "")
+    return line + (f"  * {best}" if better and not candidate.is_baseline else "")

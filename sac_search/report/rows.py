@@ -195,6 +195,55 @@ def _percent_or_dash(fraction: float | None) -> str:
     return "–" if fraction is None else units.format_percent(fraction)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontRow:
+    """A point of the front in the table of a search for all of it."""
+
+    peak: str
+    """Its peak."""
+    step: str
+    """Its step time."""
+    overhead: str
+    """Step time above that without checkpointing."""
+    verified: str
+    """`yes` where its gradients were compared and are right."""
+    description: str
+    """The policy in a few words."""
+
+
+def front_rows(result: SearchResult) -> list[FrontRow]:
+    """Returns a row per point of the front, the least peak first; none for other goals."""
+    if result.goal.kind is not GoalKind.PARETO:
+        return []
+    return [
+        FrontRow(
+            peak=units.format_gib(peak_of(candidate)),
+            step=units.format_seconds(candidate.step_seconds or 0.0),
+            overhead=overhead_text(result, candidate),
+            verified="yes" if result.is_verified(candidate) else "no",
+            description=candidate.policy.describe(),
+        )
+        for candidate in result.front()
+    ]
+
+
+def exported_lines(result: SearchResult, faster: Candidate | None) -> list[str]:
+    """Returns what was exported for a memory: its figures, and what could be faster."""
+    best = result.best
+    assert best is not None and best.step_seconds is not None
+    lines = [
+        f"{best.name}: {units.format_seconds(best.step_seconds)} per step, peak "
+        f"{units.format_gib(peak_of(best))} of {units.format_gib(result.budget_bytes)}, overhead "
+        f"{overhead_text(result, best)}, {best.evidence}, verified."
+    ]
+    if faster is not None and faster.step_seconds is not None:
+        lines.append(
+            f"{faster.name} is faster there ({units.format_seconds(faster.step_seconds)}, peak "
+            f"{units.format_gib(peak_of(faster))}), but it was never verified."
+        )
+    return lines
+
+
 def headline(result: SearchResult) -> list[str]:
     """Returns the outcome in a few sentences."""
     if result.goal.kind is not GoalKind.SPEED:
@@ -234,6 +283,8 @@ def limit_text(result: SearchResult) -> str:
     if result.goal.kind is GoalKind.SPEED:
         return budget
     goal = f"overhead ≤ {result.goal.limit_text}"
+    if result.goal.kind is GoalKind.PARETO:
+        return f"front up to {budget}" if result.goal.has_budget else "front"
     return f"{goal}, {budget}" if result.goal.has_budget else goal
 
 
@@ -261,7 +312,9 @@ def _headline_of_goal(result: SearchResult) -> list[str]:
         f"{units.format_seconds(best.step_seconds)} per step.",
         f"The least peak with an overhead of at most {goal.limit_text} (its own: {overhead}).",
     ]
-    if result.needs_no_checkpointing:
+    if goal.kind is GoalKind.PARETO:
+        lines = _headline_of_front(result, best)
+    elif result.needs_no_checkpointing:
         lines[1] = (
             f"No policy with an overhead of at most {goal.limit_text} was found that peaks lower "
             "than the step without checkpointing."
@@ -272,6 +325,27 @@ def _headline_of_goal(result: SearchResult) -> list[str]:
         lines.append(_forecast_line(result))
     if result.verification is not None:
         lines.append(verification_line(result))
+    return lines
+
+
+def _headline_of_front(result: SearchResult, best: Candidate) -> list[str]:
+    front = result.front()
+    verified = sum(result.is_verified(c) for c in front)
+    cap = f" under {units.format_gib(result.budget_bytes)}" if result.goal.has_budget else ""
+    ends = " to ".join(
+        f"{units.format_gib(peak_of(c))} at {units.format_seconds(c.step_seconds or 0.0)}"
+        for c in (front[0], front[-1])
+    )
+    lines = [
+        f"The front{cap} of step time against peak has {len(front)} points, from {ends}; "
+        f"{verified} of them {'is' if verified == 1 else 'are'} verified.",
+        f"The fastest is {best.policy.describe()}: "
+        f"{units.format_seconds(best.step_seconds or 0.0)} per step, peak "
+        f"{units.format_gib(peak_of(best))}.",
+    ]
+    if result.folder is not None and verified:
+        where = units.format_gib(peak_of(front[-1])).replace(" ", "")
+        lines.append(f"For less memory: sac-search export {result.folder} --at SIZE (as {where})")
     return lines
 
 

@@ -9,7 +9,8 @@ from rich.text import Text
 
 from sac_search import units
 from sac_search.study.candidate import Candidate
-from sac_search.study.goal import SPEED, Goal, Limits
+from sac_search.study.front import gain_of, spot_of
+from sac_search.study.goal import SPEED, Goal, GoalKind, Limits
 
 _PHASES = ("load", "baselines", "plan", "search", "confirm", "verify", "export")
 _FORECAST_PHASES = ("load", "forecast", "export")
@@ -63,6 +64,8 @@ class Screen:
     """When they were counted last."""
     goal: Goal = SPEED
     """What is searched for."""
+    front: tuple[Candidate, ...] = ()
+    """What was not beaten when it was measured, where all of a front is searched."""
 
     def enter(self, phase: str, total: int | None) -> None:
         """Begins a phase."""
@@ -84,7 +87,17 @@ class Screen:
             return False
         if not candidate.policy.exportable or candidate.is_reference:
             return False
+        if self.goal.kind is GoalKind.PARETO:
+            spots = [spot_of(known) for known in self.front]
+            return gain_of(spot_of(candidate), spots) > 0
         return self.best is None or self.goal.is_better(candidate, self.best)
+
+    def take(self, candidate: Candidate) -> None:
+        """Makes a candidate the best so far, or one of the front."""
+        if self.goal.kind is GoalKind.PARETO:
+            self.front = (*self.front, candidate)
+        if self.best is None or self.goal.is_better(candidate, self.best):
+            self.best = candidate
 
     @property
     def limits(self) -> Limits:

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sac_search import units
-from sac_search.report.rows import CandidateRow, FrontierRow, OpRow, limit_text
+from sac_search.report.rows import CandidateRow, FrontierRow, FrontRow, OpRow, limit_text
 from sac_search.study.result import SearchResult
 
 
@@ -59,6 +59,18 @@ def frontier_table(rows: Sequence[FrontierRow], *, measured: bool) -> Table:
         cells = [row.budget, row.overhead, row.peak]
         cells += [row.measured_overhead, row.measured_peak] if measured else []
         table.add_row(*(Text(cell) for cell in [*cells, row.description]))
+    return table
+
+
+def front_table(rows: Sequence[FrontRow]) -> Table:
+    """Returns the table of a front, from the least peak to the fastest step."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("peak", "step", "overhead", "verified"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("policy", overflow="fold")
+    for row in rows:
+        cells = (row.peak, row.step, row.overhead, row.verified, row.description)
+        table.add_row(*(Text(cell) for cell in cells))
     return table
 
 

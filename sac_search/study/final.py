@@ -6,9 +6,9 @@ Measured again side by side until the answer no longer hangs on one trial's nois
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from sac_search.records import Outcome
+from sac_search.records import Failure, Outcome
 from sac_search.study.baselines import FULL, NONE
 from sac_search.study.candidate import Candidate
 from sac_search.study.finish import (
@@ -19,15 +19,20 @@ from sac_search.study.finish import (
     describe_rejected,
     enough_steps,
     known_as_wrong,
+    verified,
     with_confirmed_figures,
 )
-from sac_search.study.goal import peak_of
+from sac_search.study.front import pareto_front, spread
+from sac_search.study.goal import GoalKind, peak_of
 from sac_search.study.measurer import Measurer
 from sac_search.study.store import Confirmation, StudyStore
 from sac_search.worker.session import Verdict
 
 # So many times some candidates are measured side by side, a few of them each time.
 _MOST_ROUNDS = 4
+MOST_POINTS = 10
+"""Points of a front to measure again and to verify."""
+_ROUNDS_OF_FRONT = 2
 # So many candidates in a row may turn out to have wrong gradients.
 _MOST_REJECTED = 10
 
@@ -46,13 +51,15 @@ class FinalStage:
     """Told when the first candidate is verified."""
     on_verdict: Callable[[Candidate, Verdict], None] = lambda candidate, verdict: None
     """Told of every new verdict."""
+    _failed: dict[str, str] = field(default_factory=dict)
 
     def run(self) -> Winner:
-        """Returns the policy of least peak within the limits whose gradients are right."""
+        """Returns the best policy whose gradients are right; of a whole front the fastest."""
+        if self.store.goal.kind is GoalKind.PARETO:
+            return self._run_front()
         candidates = self.store.candidates()
         wrong = known_as_wrong(self.store, candidates)
-        verified = {entry.key: entry.verification for entry in self.store.verified}
-        rejected = [describe_rejected(c, verified[c.policy.key]) for c in wrong]
+        rejected = self._rejected()
         sound = [c for c in candidates if c not in wrong]
         for number in range(_MOST_REJECTED):
             ranked = self._ranked(sound)
@@ -67,6 +74,55 @@ class FinalStage:
             sound = [c for c in sound if c.policy.key != ranked[0].policy.key]
         self.store.write("winner", None)
         return Winner(best=None, verification=None, rejected=tuple(rejected))
+
+    def _run_front(self) -> Winner:
+        """Measures and verifies points of the front, its ends among them; returns the fastest."""
+        for _ in range(_ROUNDS_OF_FRONT if self.steps else 0):
+            points = spread(self._front(self._sound()), MOST_POINTS)
+            confirmed = self._confirmed_keys()
+            waiting = [c for c in points if c.policy.key not in confirmed]
+            if not waiting or not self.measure_again(waiting):
+                break
+        self.on_verify()
+        # An interrupted search verifies the fastest alone, the same command the others.
+        most = MOST_POINTS if self.steps else 1
+        best: Candidate | None = None
+        for _ in range(_MOST_REJECTED):
+            sound, confirmed = self._sound(), self._confirmed_keys()
+            known = [c for c in sound if c.policy.key in confirmed] or sound
+            points = spread(self._front(known), MOST_POINTS)[-most:]
+            if all(self._verify(point) for point in reversed(points)):
+                best = points[-1] if points else None
+                break
+        self.store.write("winner", None if best is None else best.policy.key)
+        entries = {entry.key: entry.verification for entry in self.store.verified}
+        return Winner(
+            best=best,
+            verification=None if best is None else entries[best.policy.key],
+            rejected=tuple(self._rejected()),
+        )
+
+    def _verify(self, candidate: Candidate) -> bool:
+        found = verified(self.store, self.measurer, candidate, self.on_verdict)
+        if isinstance(found, Failure):
+            self._failed[candidate.policy.key] = f"{candidate.name}: {found.kind}"
+            return False
+        return found.passed
+
+    def _sound(self) -> list[Candidate]:
+        """Returns all candidates but those that are known to be wrong, by their best figures."""
+        known = with_confirmed_figures(self.store, self.store.candidates())
+        wrong = {c.policy.key for c in known_as_wrong(self.store, known)} | self._failed.keys()
+        return [c for c in known if c.policy.key not in wrong]
+
+    def _rejected(self) -> list[str]:
+        entries = {entry.key: entry.verification for entry in self.store.verified}
+        wrong = known_as_wrong(self.store, self.store.candidates())
+        found = [describe_rejected(c, entries[c.policy.key]) for c in wrong]
+        return [*found, *self._failed.values()]
+
+    def _front(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        return pareto_front(candidates, self.store.budget_bytes)
 
     def settle(self) -> bool:
         """Measures the best again. Returns whether another is best by that."""

@@ -18,7 +18,7 @@ from sac_search.space import Choices, SearchSpace
 from sac_search.study.baselines import FULL, NONE, baselines
 from sac_search.study.candidate import Candidate
 from sac_search.study.finish import Winner
-from sac_search.study.goal import Limits
+from sac_search.study.goal import GoalKind, Limits
 from sac_search.study.insights import (
     FrontierEstimate,
     Insights,
@@ -103,6 +103,10 @@ class ForecastStudy:
                 self._add(name, planned.policy, planned.choices, is_baseline=False)
 
     def _plan(self, fraction: float) -> PlannedPolicy | None:
+        if self._store.goal.kind is GoalKind.PARETO:
+            lowest, highest = self._forecast_ends
+            limit = min(self._limit_bytes, round(lowest + fraction * (highest - lowest)))
+            return self._planner.plan(limit, self._prices)
         most_fraction = self._store.goal.max_overhead_fraction
         if most_fraction is None:
             budget_bytes = round(fraction * self._store.budget_bytes)

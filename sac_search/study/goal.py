@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from sac_search import units
 from sac_search.records import FailureKind, Outcome
-from sac_search.study.baselines import NONE
+from sac_search.study.baselines import FULL, NONE
 from sac_search.study.candidate import Candidate, rank
+from sac_search.study.front import pareto_front, spot_of, undominated_fraction
 
 # Names of the constraints in every trial: at most zero when the policy is within the limit.
 BUDGET_CONSTRAINT = "peak_over_budget_gib"
@@ -28,6 +29,8 @@ _FAILED_FACTOR = 2.0
 _FAILED_OVERHEAD = 1.0
 # Noise is no excuse for more overhead than this above the limit.
 _LARGEST_DOUBT_FRACTION = 0.05
+# Of a front, the last trials have to win more than this part of what is left.
+_SMALLEST_FRONT_GAIN = 0.01
 _ROUNDING = 1e-12
 
 
@@ -38,6 +41,8 @@ class GoalKind(enum.StrEnum):
     """The fastest step under a budget."""
     MEMORY = "memory"
     """The least peak within a limit on the overhead."""
+    PARETO = "pareto"
+    """The fastest step for every peak."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +89,8 @@ class Goal:
     @property
     def metric_names(self) -> tuple[str, ...]:
         """Names of the values that a trial is told; each is to be as small as can be."""
+        if self.kind is GoalKind.PARETO:
+            return ("step_seconds", "peak_gib")
         return ("peak_gib",) if self.kind is GoalKind.MEMORY else ("step_seconds",)
 
     @property
@@ -93,7 +100,10 @@ class Goal:
 
     @property
     def plan_fractions(self) -> tuple[float, ...]:
-        """What to plan for first: parts of the budget, or of the highest overhead."""
+        """What to plan for first: parts of the budget, or of the highest overhead, or of the way
+        from full to no checkpointing."""
+        if self.kind is GoalKind.PARETO:
+            return (0.5, 0.25, 0.75, 0.1, 0.9)
         if self.kind is GoalKind.MEMORY:
             return (1.0, 0.95, 0.85, 1.05, 0.7)
         return (1.0, 0.95, 0.9, 1.05, 1.1)
@@ -107,11 +117,15 @@ class Goal:
         """Returns the goal in a few words, its budget left out."""
         if self.kind is GoalKind.MEMORY:
             return f"least peak, overhead at most {self.limit_text}"
+        if self.kind is GoalKind.PARETO:
+            return "the fastest step for every peak"
         return "fastest step under a budget"
 
     @property
     def gain(self) -> str:
         """What another policy would have to do to be better: `be faster`."""
+        if self.kind is GoalKind.PARETO:
+            return "widen the front"
         return "peak lower" if self.kind is GoalKind.MEMORY else "be faster"
 
     @property
@@ -157,10 +171,16 @@ class Goal:
     # --- order ------------------------------------------------------------------------------------
 
     def rank(self, candidates: Iterable[Candidate], limits: Limits) -> list[Candidate]:
-        """Returns the candidates within the limits, best first."""
-        if self.kind is GoalKind.SPEED:
+        """Returns the candidates within the limits, best first; of a whole front the fastest."""
+        if self.kind is not GoalKind.MEMORY:
             return rank(candidates, limits.budget_bytes)
         return _rank_by_peak((c for c in candidates if self.fits(c, limits)), limits)
+
+    def starts(self, candidates: Iterable[Candidate], limits: Limits, most: int) -> list[Candidate]:
+        """Returns the candidates to look around: the best few, or all of a front."""
+        if self.kind is GoalKind.PARETO:
+            return pareto_front(candidates, limits.budget_bytes)
+        return self.rank(candidates, limits)[:most]
 
     def rank_with_doubt(self, candidates: Iterable[Candidate], limits: Limits) -> list[Candidate]:
         """Returns the candidates that are within the limits, or could be but for noise."""
@@ -177,6 +197,8 @@ class Goal:
         self, before: Iterable[Candidate], trials: Iterable[Candidate], limits: Limits
     ) -> Progress:
         """Returns how the best went down from trial to trial; `before` were known already."""
+        if self.kind is GoalKind.PARETO:
+            return _progress_of_front(list(before), trials, limits)
         ranked = self.rank(before, limits)
         figure = self._figure
         best = min((f for c in ranked if (f := figure(c)) is not None), default=None)
@@ -196,7 +218,7 @@ class Goal:
         )
 
     def _figure(self, candidate: Candidate) -> float | None:
-        if self.kind is GoalKind.SPEED:
+        if self.kind is not GoalKind.MEMORY:
             return candidate.step_seconds
         return None if candidate.measurement is None else candidate.measurement.peak_bytes
 
@@ -231,6 +253,10 @@ class Goal:
             return Told(values=(value,), constraints={BUDGET_CONSTRAINT: excess_gib})
         if peak_bytes is None:
             peak_bytes = round(_FAILED_FACTOR * (highest_peak_bytes or limits.budget_bytes))
+        if self.kind is GoalKind.PARETO:
+            value = _FAILED_FACTOR * anchor_seconds if seconds is None else seconds
+            constraints = {BUDGET_CONSTRAINT: excess_gib} if self.has_budget else {}
+            return Told(values=(value, peak_bytes / units.GIB), constraints=constraints)
         assert self.max_overhead_fraction is not None
         excess = _FAILED_OVERHEAD
         if seconds is not None:
@@ -251,6 +277,23 @@ def peak_of(candidate: Candidate) -> int:
     """Returns the measured peak of a candidate that ran."""
     assert candidate.measurement is not None
     return candidate.measurement.peak_bytes
+
+
+def _progress_of_front(
+    before: Sequence[Candidate], trials: Iterable[Candidate], limits: Limits
+) -> Progress:
+    """Returns how what is left of the trade-off went down, from full to no checkpointing."""
+    named = {c.name: c for c in before if c.measurement is not None}
+    if not {NONE, FULL} <= named.keys():
+        return Progress(history=(), noise_fraction=0.0)
+    ends = (spot_of(named[FULL]), spot_of(named[NONE]))
+    known = [spot_of(c) for c in before if c.fits(limits.budget_bytes)]
+    history: list[float | None] = []
+    for candidate in trials:
+        if candidate.fits(limits.budget_bytes):
+            known.append(spot_of(candidate))
+        history.append(undominated_fraction(known, ends))
+    return Progress(history=tuple(history), noise_fraction=_SMALLEST_FRONT_GAIN)
 
 
 def _rank_by_peak(fitting: Iterable[Candidate], limits: Limits) -> list[Candidate]:

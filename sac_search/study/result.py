@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from sac_search.policy import Policy, policy_document
 from sac_search.records import SCHEMA_VERSION, Environment, Evidence, Phase, Verification
 from sac_search.study.baselines import COMPILE, FULL, NONE
 from sac_search.study.candidate import Candidate
+from sac_search.study.front import pareto_front, spot_of
 from sac_search.study.goal import SPEED, Goal, Limits
 from sac_search.study.insights import Insights
 from sac_search.study.timelines import PolicyTimeline
@@ -66,6 +67,8 @@ class SearchResult:
     """Memory over one step: of no and full checkpointing and the winner, where it is known."""
     goal: Goal = SPEED
     """What was searched for."""
+    verifications: Mapping[str, Verification] = field(default_factory=dict)
+    """What was verified, passed or not, by the keys of the policies."""
     none_estimate_seconds: float | None = None
     """The step without checkpointing by the planner, where overheads are limited and it does not
     run; None everywhere else."""
@@ -127,6 +130,27 @@ class SearchResult:
     def fits(self, candidate: Candidate) -> bool:
         """Returns whether a candidate is within the study's limits."""
         return self.goal.fits(candidate, self.limits)
+
+    def is_verified(self, candidate: Candidate) -> bool:
+        """Returns whether a candidate's gradients were compared and are right."""
+        verification = self.verifications.get(candidate.policy.key)
+        return verification is not None and verification.passed
+
+    def was_rejected(self, candidate: Candidate) -> bool:
+        """Returns whether a candidate's gradients were compared and are wrong."""
+        verification = self.verifications.get(candidate.policy.key)
+        return verification is not None and not verification.passed
+
+    def front(self) -> list[Candidate]:
+        """Returns the verified policies that none of them beats, and what could beat those.
+
+        The least peak first. Measured once, a policy may be on the front by luck, so it pushes no
+        verified one aside.
+        """
+        sound = [c for c in self.candidates if not self.was_rejected(c)]
+        verified = pareto_front([c for c in sound if self.is_verified(c)], self.budget_bytes)
+        others = [c for c in pareto_front(sound, self.budget_bytes) if not self.is_verified(c)]
+        return sorted([*verified, *others], key=lambda c: spot_of(c).peak_bytes)
 
     def estimated_overhead_of(self, candidate: Candidate) -> float | None:
         """Returns the overhead against the planner's estimate; None where it can be measured."""

@@ -7,7 +7,7 @@ import itertools
 import random
 import time
 import warnings
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
@@ -55,6 +55,7 @@ from sac_search.study.store import StudyStore, name_of_trial, storage_errors_nam
 _SMALLEST_FORECAST_ERROR = 0.01
 # Where the planner has nothing new, the neighbourhood of so many is searched.
 _BEST_TO_LOOK_AROUND = 3
+_BEST_TO_BEGIN_AT = 5
 # After so many proposals in a row that were measured before, a neighbour of the best is taken.
 _PATIENCE_WITH_REPEATS = 3
 # After so many proposals in a row that were ruled out by forecast there is nothing left that fits.
@@ -152,7 +153,8 @@ class Search:
         self._known.update((c.policy.key, c) for c in self._stored())
         ends = {b.name: b for b in baselines(self.space) if b.name in (NONE, FULL)}
         # Overheads are held against no checkpointing, so where they are limited it goes before.
-        for name in (FULL, NONE) if self.store.goal.is_met_by_none else (NONE, FULL):
+        is_limited = self.store.goal.max_overhead_fraction is not None
+        for name in (NONE, FULL) if is_limited else (FULL, NONE):
             if name in ends:
                 self._measure_baseline(ends[name])
         return {c.name: c for c in self._known.values() if c.name in (NONE, FULL)}
@@ -259,7 +261,7 @@ class Search:
         Returns whether it is known by then. The more was measured, the better the estimate.
         """
         none = next((c for c in self._known.values() if c.name == NONE), None)
-        if self.store.goal.is_met_by_none or none is None or none.failure is None:
+        if self.store.goal.max_overhead_fraction is None or none is None or none.failure is None:
             return True
         advisor = self._ready_advisor(self.space.run_modes[0])
         if advisor is None or all(c.measurement is None for c in self._known.values()):
@@ -376,12 +378,9 @@ class Search:
         if advisor is None:
             return None
         alike = [c for c in candidates if self._mode_of(c) is mode]
-        best = self._ranked(alike)[:_BEST_TO_LOOK_AROUND]
+        best = self.store.goal.starts(alike, self._limits(), _BEST_TO_LOOK_AROUND)
         starts = [self._asked[c.policy.key] for c in best if c.policy.key in self._asked]
         return advisor.propose(taken, generator, starts)
-
-    def _ranked(self, candidates: Iterable[Candidate]) -> list[Candidate]:
-        return self.store.goal.rank(candidates, self._limits())
 
     def _limits(self) -> Limits:
         return self.store.limits_for(self._known.values())
@@ -654,7 +653,8 @@ class Search:
     def _enqueue_neighbour(self) -> bool:
         """Enqueues an unmeasured policy next to one of the best. Returns whether there is one."""
         generator = random.Random(f"{self.settings.seed} {len(self._known)}")  # noqa: S311
-        best = self._ranked(self._known.values())[:5] or list(self._known.values())
+        known = list(self._known.values())
+        best = self.store.goal.starts(known, self._limits(), _BEST_TO_BEGIN_AT) or known
         starts = [self._asked[c.policy.key] for c in best if c.policy.key in self._asked]
         found = neighbour(self.space, starts, self._known, generator)
         if found is None:
