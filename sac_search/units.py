@@ -1,5 +1,6 @@
 """Units of bytes, seconds and fractions, and how they are printed and read. Nothing else."""
 
+import math
 import re
 
 KIB = 2**10
@@ -7,6 +8,8 @@ MIB = 2**20
 GIB = 2**30
 
 _FRACTION = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(%)?\s*")
+# Below this, peaks of small models differ in the fourth digit.
+_SMALL_GIB = 0.1
 _NUMBER = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*")
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i)?)?B\s*", re.IGNORECASE)
 
@@ -17,6 +20,13 @@ def format_gib(size_bytes: float) -> str:
     if abs(size_gib) >= 10:
         return f"{size_gib:.2f} GiB"
     return f"{size_gib:.3f} GiB"
+
+
+def format_gib_up(size_bytes: float) -> str:
+    """Returns `size_bytes` in GiB, rounded up: typed in again as a limit, it holds."""
+    size_gib = size_bytes / GIB
+    digits = 2 if size_gib >= 10 else 3 if size_gib >= _SMALL_GIB else 5
+    return f"{math.ceil(size_gib * 10**digits) / 10**digits:.{digits}f} GiB"
 
 
 def format_mib(size_bytes: float) -> str:

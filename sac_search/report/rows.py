@@ -200,7 +200,7 @@ class FrontRow:
     """A point of the front in the table of a search for all of it."""
 
     peak: str
-    """Its peak."""
+    """Its peak, rounded up."""
     step: str
     """Its step time."""
     overhead: str
@@ -217,7 +217,7 @@ def front_rows(result: SearchResult) -> list[FrontRow]:
         return []
     return [
         FrontRow(
-            peak=units.format_gib(peak_of(candidate)),
+            peak=units.format_gib_up(peak_of(candidate)),
             step=units.format_seconds(candidate.step_seconds or 0.0),
             overhead=overhead_text(result, candidate),
             verified="yes" if result.is_verified(candidate) else "no",
@@ -344,7 +344,7 @@ def _headline_of_front(result: SearchResult, best: Candidate) -> list[str]:
         f"{units.format_gib(peak_of(best))}.",
     ]
     if result.folder is not None and verified:
-        where = units.format_gib(peak_of(front[-1])).replace(" ", "")
+        where = units.format_gib_up(peak_of(front[-1])).replace(" ", "")
         lines.append(f"For less memory: sac-search export {result.folder} --at SIZE (as {where})")
     return lines
 

@@ -54,7 +54,7 @@ def _nothing_at(result: SearchResult, verified: list[Candidate], most_bytes: int
     if verified:
         least = min(verified, key=peak_of)
         lines.append(
-            f"The smallest that is verified peaks at {units.format_gib(peak_of(least))}: "
+            f"The smallest that is verified peaks at {units.format_gib_up(peak_of(least))}: "
             f"{least.name} ({least.policy.describe()})."
         )
     others = rank((c for c in result.candidates if not result.was_rejected(c)), most_bytes)

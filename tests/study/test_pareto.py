@@ -15,6 +15,7 @@ from scripted import (
     make_search,
 )
 
+from sac_search import units
 from sac_search.artifacts import load_result
 from sac_search.errors import StudyError, UsageError
 from sac_search.options import SearchOptions
@@ -176,6 +177,48 @@ def test_the_fastest_verified_is_taken_at_every_boundary(tmp_path: Path) -> None
         assert below.best is not None and below.best.policy.key == slower.policy.key
 
 
+def test_a_peak_as_it_is_shown_takes_the_point_that_it_is_shown_for(tmp_path: Path) -> None:
+    result = run(tmp_path, measurer())
+    for row in rows.front_rows(result):
+        most_bytes = units.parse_memory(row.peak)
+        assert most_bytes is not None
+        if row.verified == "yes":
+            found = result_at(result, most_bytes).best
+            assert found is not None
+            assert rows.overhead_text(result, found) == row.overhead
+            assert peak_of(found) <= most_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("18", 18 * 2**30),
+        ("18.5GiB", round(18.5 * 2**30)),
+        ("900MiB", 900 * MIB),
+        (" .5 ", 2**29),
+        ("8GB", 8 * 10**9),
+        ("18GiB less", None),
+        ("-1", None),
+        ("", None),
+    ],
+)
+def test_a_size_is_read(text: str, size: int | None) -> None:
+    assert units.parse_memory(text) == size
+
+
+@pytest.mark.parametrize(
+    ("size", "shown"),
+    [
+        (2**30, "1.000 GiB"),
+        (2**30 + 1, "1.001 GiB"),
+        (10 * 2**30 - 1, "10.000 GiB"),
+        (2**20 + 1, "0.00098 GiB"),
+    ],
+)
+def test_a_limit_is_shown_rounded_up(size: int, shown: str) -> None:
+    assert units.format_gib_up(size) == shown
+
+
 def test_what_was_never_verified_is_refused_with_what_there_is(tmp_path: Path) -> None:
     options = SearchOptions(budget_gb=100 / 1024, root=tmp_path, report=False, tiers=1, trials=4)
     result = run_search(measurer(), "fast", options, Listener())
@@ -186,7 +229,8 @@ def test_what_was_never_verified_is_refused_with_what_there_is(tmp_path: Path) -
         result_at(result, least)
     said = str(raised.value)
     assert "it was never verified: search with --budget-gb" in said
-    assert f"The smallest that is verified peaks at {peak_of(result.best) / 2**30:.3f} GiB" in said
+    smallest = units.format_gib_up(peak_of(result.best))
+    assert f"The smallest that is verified peaks at {smallest}" in said
     with pytest.raises(UsageError, match="Nothing that was measured peaks so low"):
         result_at(result, least - 1)
     # With room for no checkpointing, that is faster, and was not verified.
