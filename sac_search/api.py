@@ -91,7 +91,8 @@ def search(
             "search() was called while a worker imported this file to find its workload; put the "
             "call under if __name__ == '__main__':"
         )
-    settings = _options("search", budget_gb, options)
+    _require_budget("search", budget_gb, options)
+    settings = _options(budget_gb, options)
     told = listener or _Silence()
     if isinstance(workload, Workload):
         if settings.device is not None or settings.batch_size is not None:
@@ -158,7 +159,8 @@ def forecast(
             "forecast() builds its workload in a process of its own, so it takes the place of a "
             "factory (train.py:workload), or a factory at the top level of a file"
         )
-    settings = _options("forecast", budget_gb, options)
+    _require_budget("forecast", budget_gb, options)
+    settings = _options(budget_gb, options)
     return forecast_spec(spec, settings, device, listener or _Silence())
 
 
@@ -295,13 +297,16 @@ def _spec_of(factory: Callable[..., Workload]) -> str | None:
     return f"{path}:{name}"
 
 
-def _options(function: str, budget_gb: float | None, options: dict[str, Any]) -> SearchOptions:
+def _require_budget(function: str, budget_gb: float | None, options: dict[str, Any]) -> None:
     if budget_gb is None and not options.keys() & {"minimize", "max_overhead", "pareto"}:
         raise TypeError(f"{function}() missing 1 required keyword-only argument: 'budget_gb'")
+
+
+def _options(budget_gb: float | None, options: dict[str, Any]) -> SearchOptions:
     known = {field.name: field for field in dataclasses.fields(SearchOptions)}
     unknown = [name for name in options if name not in known]
     if unknown:
-        raise UsageError(f"{function}() takes no {unknown[0]!r}; it takes {', '.join(known)}")
+        raise UsageError(f"search() takes no {unknown[0]!r}; it takes {', '.join(known)}")
     if isinstance(options.get("root"), str):
         options["root"] = Path(options["root"])
     return SearchOptions(budget_gb=budget_gb, **options)

@@ -180,17 +180,19 @@ def _too_slow_message(result: SearchResult) -> str:
         if c.fits(result.budget_bytes)
         and (overhead := result.goal.overhead_of(c, limits)) is not None
     ]
-    if not known:
+    if not limits.none_seconds:
         return (
             f"no policy is known to be within an overhead of {limit}: the step without "
             "checkpointing does not run here, and its time could not be estimated. Search with "
             "--budget-gb alone, or use a smaller batch"
         )
-    overhead, least = min(known, key=lambda pair: pair[0])
-    lines = [
-        f"no policy is within an overhead of {limit}.",
-        f"The least overhead is {units.format_percent(overhead)}, by {least.name} "
-        f"({least.policy.describe()}), with a peak of {units.format_gib(peak_of(least))}.",
+    lines = [f"no policy is within an overhead of {limit}."]
+    for overhead, least in sorted(known, key=lambda pair: pair[0])[:1]:
+        lines.append(
+            f"The least overhead is {units.format_percent(overhead)}, by {least.name} "
+            f"({least.policy.describe()}), with a peak of {units.format_gib(peak_of(least))}."
+        )
+    lines += [
         *rows.estimate_lines(result),
         "Allow a larger --max-overhead or --budget-gb, or use a smaller batch.",
     ]

@@ -88,12 +88,6 @@ class SearchOptions:
     budget_gb: float | None = None
     """The budget for the peak of the whole step, in GiB (2**30 bytes); only another goal than the
     fastest step goes without."""
-    minimize: Minimize | None = None
-    """What to make small instead of the step time; it needs `max_overhead`."""
-    max_overhead: float | str | None = None
-    """The highest step time above that without checkpointing: `0.05`, or `"5%"`."""
-    pareto: bool = False
-    """Search the fastest step for every peak, instead of one answer; a budget is the highest."""
     study: str | None = None
     """Name of the study; made of the workload and the budget when None."""
     root: Path = Path("studies")
@@ -103,6 +97,12 @@ class SearchOptions:
     a proxy, `grpc://host:port`; a file in the study's folder when None."""
     fresh: bool = False
     """Begin anew under a new name; nothing is deleted."""
+    minimize: Minimize | None = None
+    """What to make small instead of the step time; it needs `max_overhead`."""
+    max_overhead: float | str | None = None
+    """The highest step time above that without checkpointing: `0.05`, or `"5%"`."""
+    pareto: bool = False
+    """Search the fastest step for every peak, instead of one answer; a budget is the highest."""
     device: str | None = None
     """`cpu`, `cuda:0`, …; the machine's accelerator when None."""
     layers: str | None = None

@@ -629,7 +629,7 @@ def test_options_say_how_the_model_may_run() -> None:
 
 def test_options_from_python_may_be_text() -> None:
     options = api._options(
-        "search", 1, {"sampler": "tpe", "layer_choice": "each", "clock": "wall", "root": "runs"}
+        1, {"sampler": "tpe", "layer_choice": "each", "clock": "wall", "root": "runs"}
     )
 
     assert (options.sampler, options.layer_choice) == (SamplerName.TPE, LayerChoiceMode.EACH)
@@ -639,13 +639,13 @@ def test_options_from_python_may_be_text() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"trails": 3}, "search\\(\\) takes no 'trails'; it takes budget_gb, minimize"),
+        ({"trails": 3}, "search\\(\\) takes no 'trails'; it takes budget_gb, study"),
         ({"sampler": "nsga"}, "'nsga' is not a valid SamplerName"),
     ],
 )
 def test_options_from_python_are_checked(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        api._options("search", 1, options)
+        api._options(1, options)
 
 
 @pytest.mark.parametrize(

@@ -224,6 +224,16 @@ def test_overheads_are_held_against_an_estimate_which_is_said(tmp_path: Path) ->
     assert {c.name for c in result.candidates if c.failure is not None} >= {NONE}
 
 
+def test_where_nothing_that_runs_is_within_the_limit_the_least_overhead_is_told(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(NoPolicyFits, match="no policy is within an overhead of 1%") as raised:
+        run(tmp_path, measurer(device_bytes=110 * MIB), max_overhead=0.01, trials=4)
+    said = str(raised.value)
+    assert "The least overhead is +" in said
+    assert "the planner's forecast of the step without checkpointing" in said
+
+
 def test_without_an_estimate_it_is_refused(tmp_path: Path) -> None:
     on = measurer(device_bytes=150 * MIB, forecast_factor=None)
     with pytest.raises(NoPolicyFits, match="so no overhead is known"):
