@@ -29,6 +29,7 @@ from sac_search.recipe import parse_recipe
 from sac_search.state import training_state_kept
 from sac_search.study.allocation import AUTO, parse_batch_sizes
 from sac_search.study.candidate import Candidate
+from sac_search.study.goal import SPEED, GoalKind
 from sac_search.study.result import SearchResult
 from sac_search.study.sharing import is_shared
 from sac_search.study.store import make_folder
@@ -64,11 +65,13 @@ class _Silence:
 
     def on_candidate(self, candidate: Candidate, trials_done: int, budget_bytes: int) -> None: ...
 
+    def on_estimate(self, none_seconds: float) -> None: ...
+
 
 def search(
     workload: Workload | str | Callable[..., Workload],
     *,
-    budget_gb: float,
+    budget_gb: float | None = None,
     listener: Listener | None = None,
     **options: Any,
 ) -> SearchResult:
@@ -79,10 +82,13 @@ def search(
     command line. A `Workload` is measured in this process, and everything that training steps
     change is put back afterwards.
 
-    `budget_gb` is in GiB; `options` are the fields of `SearchOptions`.
+    `budget_gb` is in GiB; `options` are the fields of `SearchOptions`. With `minimize="memory",
+    max_overhead=0.05` it is the policy of least peak whose step takes at most 5% more than without
+    checkpointing, and a budget may be left out. With `pareto=True` it is the whole trade-off: the
+    result's `front()` has the points, its best is the fastest.
 
     Raises:
-        NoPolicyFits: nothing that was measured stays under the budget.
+        NoPolicyFits: nothing that was measured is within the limits.
         WorkloadError: the workload itself fails.
         UsageError: an argument cannot be used, or the study is of another environment.
     """
@@ -91,6 +97,7 @@ def search(
             "search() was called while a worker imported this file to find its workload; put the "
             "call under if __name__ == '__main__':"
         )
+    _require_budget("search", budget_gb, options)
     settings = _options(budget_gb, options)
     told = listener or _Silence()
     if isinstance(workload, Workload):
@@ -187,6 +194,11 @@ def throughput_spec(
             f"--batch-size {options.batch_size} leaves nothing to search; name the sizes with "
             "--batch-sizes, or leave --maximize throughput out"
         )
+    if options.goal != SPEED or options.budget_bytes is None:
+        raise UsageError(
+            "--maximize throughput is a goal of its own, under a budget: add --budget-gb, and leave "
+            "--minimize and --pareto out"
+        )
     sizes = parse_batch_sizes(batch_sizes)
     require_file(spec)
     name = _study_name(options, f"{default_study_name(spec, options.budget_gb)}-throughput")
@@ -202,6 +214,7 @@ class _SizeWorkers:
     def __init__(self, spec: str, options: SearchOptions, folder: Path) -> None:
         self._spec = spec
         self._options = options
+        assert options.budget_bytes is not None
         rates = default_rates(options.budget_bytes)
         settings = session_settings(spec, options, forecast_device=rates.name)
         is_on_cpu = (options.device or "").startswith("cpu") or not torch.accelerator.is_available()
@@ -233,7 +246,7 @@ class _SizeWorkers:
 def forecast(
     workload: str | Callable[..., Workload],
     *,
-    budget_gb: float,
+    budget_gb: float | None = None,
     device: str | None = None,
     listener: Listener | None = None,
     **options: Any,
@@ -256,6 +269,7 @@ def forecast(
             "forecast() builds its workload in a process of its own, so it takes the place of a "
             "factory (train.py:workload), or a factory at the top level of a file"
         )
+    _require_budget("forecast", budget_gb, options)
     settings = _options(budget_gb, options)
     return forecast_spec(spec, settings, device, listener or _Silence())
 
@@ -271,7 +285,16 @@ def forecast_spec(
             "what torch.compile does to a step cannot be forecast, only measured; leave --compile "
             "out, or --forecast (and without an accelerator say --device cpu)"
         )
-    rates = default_rates(options.budget_bytes) if device is None else find_rates(device)
+    if device is None and options.budget_bytes is None:
+        raise UsageError(
+            "without a budget there is no telling which device to forecast for; name one, as in "
+            "--forecast H100, or add --budget-gb (to measure on this machine: --device cpu)"
+        )
+    if device is None:
+        assert options.budget_bytes is not None
+        rates = default_rates(options.budget_bytes)
+    else:
+        rates = find_rates(device)
     name, folder = name_and_folder(spec, options)
     settings = session_settings(spec, options, forecast_device=rates.name)
     with WorkerClient(settings, folder / LOG_FILE) as client:
@@ -317,7 +340,7 @@ def search_here(
     check_workload(workload, "search()")
     refuse_process_group()
     model_name = type(workload.model).__name__
-    name = _study_name(options, f"{model_name}-{options.budget_gb:g}gib")
+    name = _study_name(options, model_name + _name_of_goal(options))
     device = workload.parameters()[0].device
     settings = session_settings(model_name, options)
     source_hash = source_hash or fingerprint_of(workload)
@@ -328,7 +351,7 @@ def search_here(
 
 def name_and_folder(spec: str, options: SearchOptions) -> tuple[str, Path]:
     """Returns the name under which a workload's study is continued, and its folder, now made."""
-    name = _study_name(options, default_study_name(spec, options.budget_gb))
+    name = _study_name(options, default_study_name(spec) + _name_of_goal(options))
     require_file(spec)
     folder = study_folder(name, options)
     make_folder(folder)
@@ -348,6 +371,17 @@ def default_study_name(spec: str, budget_gb: float | None = None) -> str:
     elif factory != DEFAULT_FACTORY:
         stem = f"{stem}-{factory}"
     return stem if budget_gb is None else f"{stem}-{budget_gb:g}gib"
+
+
+def _name_of_goal(options: SearchOptions) -> str:
+    """Returns what the name of a study says of its goal: studies of two goals are two studies."""
+    goal = options.goal
+    name = ""
+    if goal.kind is GoalKind.MEMORY:
+        name = f"-memory-{goal.limit_text.removesuffix('%')}pct"
+    elif goal.kind is GoalKind.PARETO:
+        name = "-pareto"
+    return name if options.budget_gb is None else f"{name}-{options.budget_gb:g}gib"
 
 
 def _study_name(options: SearchOptions, default: str) -> str:
@@ -373,7 +407,12 @@ def _spec_of(factory: Callable[..., Workload]) -> str | None:
     return f"{path}:{name}"
 
 
-def _options(budget_gb: float, options: dict[str, Any]) -> SearchOptions:
+def _require_budget(function: str, budget_gb: float | None, options: dict[str, Any]) -> None:
+    if budget_gb is None and not options.keys() & {"minimize", "max_overhead", "pareto"}:
+        raise TypeError(f"{function}() missing 1 required keyword-only argument: 'budget_gb'")
+
+
+def _options(budget_gb: float | None, options: dict[str, Any]) -> SearchOptions:
     known = {field.name: field for field in dataclasses.fields(SearchOptions)}
     unknown = [name for name in options if name not in known]
     if unknown:

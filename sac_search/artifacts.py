@@ -21,6 +21,7 @@ from sac_search.report.page import render_page
 from sac_search.study.baselines import BASELINE_NAMES, COMPILED_NAMES, FULL
 from sac_search.study.candidate import Candidate
 from sac_search.study.finish import Winner, known_candidates, stored_winner
+from sac_search.study.goal import peak_of
 from sac_search.study.importance import importances
 from sac_search.study.result import SearchResult, find_candidate, floor_of, to_document
 from sac_search.study.store import StudyStore, open_study
@@ -56,6 +57,9 @@ def make_result(
         insights=store.insights,
         arguments=store.arguments,
         timelines=store.timelines,
+        goal=store.goal,
+        verifications={entry.key: entry.verification for entry in store.verified},
+        none_estimate_seconds=store.none_estimate_seconds,
     )
 
 
@@ -143,6 +147,8 @@ def no_fit_message(result: SearchResult) -> str:
         )
     smallest = min(measured, key=lambda c: c.measurement.peak_bytes if c.measurement else 0)
     assert smallest.measurement is not None
+    if result.goal.max_overhead_fraction is not None and smallest.fits(result.budget_bytes):
+        return _too_slow_message(result)
     if smallest.fits(result.budget_bytes):
         return f"policies fit {budget}, but none passed verification: {'; '.join(result.rejected)}"
     lines = [
@@ -157,6 +163,39 @@ def no_fit_message(result: SearchResult) -> str:
             "parameters, gradients, optimizer state and its temporaries, and the loss."
         )
     lines.append("Use a larger budget, a smaller batch, or an optimizer with less state.")
+    return "\n".join(lines)
+
+
+def _too_slow_message(result: SearchResult) -> str:
+    """Returns why no policy is within the overhead: the least that was reached, and by which."""
+    limit, limits = result.goal.limit_text, result.limits
+    if any(result.fits(c) for c in result.candidates):
+        reasons = "; ".join(result.rejected)
+        return (
+            f"policies are within an overhead of {limit}, but none passed verification: {reasons}"
+        )
+    known = [
+        (overhead, c)
+        for c in result.candidates
+        if c.fits(result.budget_bytes)
+        and (overhead := result.goal.overhead_of(c, limits)) is not None
+    ]
+    if not limits.none_seconds:
+        return (
+            f"no policy is known to be within an overhead of {limit}: the step without "
+            "checkpointing does not run here, and its time could not be estimated. Search with "
+            "--budget-gb alone, or use a smaller batch"
+        )
+    lines = [f"no policy is within an overhead of {limit}."]
+    for overhead, least in sorted(known, key=lambda pair: pair[0])[:1]:
+        lines.append(
+            f"The least overhead is {units.format_percent(overhead)}, by {least.name} "
+            f"({least.policy.describe()}), with a peak of {units.format_gib(peak_of(least))}."
+        )
+    lines += [
+        *rows.estimate_lines(result),
+        "Allow a larger --max-overhead or --budget-gb, or use a smaller batch.",
+    ]
     return "\n".join(lines)
 
 

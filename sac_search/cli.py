@@ -22,7 +22,7 @@ import cyclopts
 from cyclopts import Parameter
 from rich.console import Console
 
-from sac_search import api, artifacts, interrupts, records
+from sac_search import api, artifacts, interrupts, records, units
 from sac_search._version import __version__
 from sac_search.arguments import (
     NOT_READY,
@@ -43,7 +43,7 @@ from sac_search.errors import SacSearchError, StudyError, UsageError, WorkloadEr
 from sac_search.export import read_meta, require_writable, write_whole
 from sac_search.fleet.search import parse_parameters, parse_workers, search_with_workers
 from sac_search.frontier import find_frontier
-from sac_search.options import Compile, SearchOptions
+from sac_search.options import Compile, Minimize, SearchOptions
 from sac_search.report import comparison, facts, rows, terminal
 from sac_search.report.explain import explain as explain_result
 from sac_search.report.progress import SearchProgress
@@ -56,6 +56,7 @@ from sac_search.space import Granularity, LayerChoiceMode
 from sac_search.study import batches
 from sac_search.study.allocation import AUTO
 from sac_search.study.dashboard import HOST, attach_files, serve
+from sac_search.study.points_at import faster_at, result_at
 from sac_search.study.proxy import PROXY_HOST, serve_storage
 from sac_search.study.result import SearchResult, to_document
 from sac_search.study.sampler import SamplerName
@@ -104,8 +105,29 @@ def search(
     /,
     *,
     budget_gb: Annotated[
-        float, Parameter(help="Budget for the peak of the whole step, in GiB (2^30 bytes).")
-    ],
+        float | None,
+        Parameter(
+            help=(
+                "Budget for the peak of the whole step, in GiB (2^30 bytes). Only another goal "
+                "than the fastest step goes without."
+            )
+        ),
+    ] = None,
+    minimize: Annotated[
+        Minimize | None,
+        Parameter(help="memory: the least peak within --max-overhead, with a budget or without."),
+    ] = None,
+    max_overhead: Annotated[
+        str | None,
+        Parameter(help="Highest step time above that without checkpointing, as 5% or 0.05."),
+    ] = None,
+    pareto: Annotated[
+        bool,
+        Parameter(
+            negative="",
+            help="Search the fastest step for every peak; a budget is the highest of them.",
+        ),
+    ] = False,
     ready: ReadyOptions = NOT_READY,
     trials: Annotated[int, Parameter(help="Trials to measure beyond the baselines.")] = 40,
     timeout: Annotated[float | None, Parameter(help="Stop searching after SECONDS.")] = None,
@@ -196,6 +218,11 @@ def search(
     verbose: Annotated[bool, Parameter(name=["--verbose", "-v"], negative="")] = False,
 ) -> int:
     """Search the fastest policy under a budget, verify it and export it."""
+    has_other_goal = minimize is not None or max_overhead is not None or pareto
+    if budget_gb is None and not has_other_goal:
+        raise UsageError(
+            "Parameter --budget-gb requires an argument.\nType sac-search --help for what there is."
+        )
     workload = ready.spec(workload)
     if forecast is not None and device is not None:
         raise UsageError(
@@ -204,6 +231,9 @@ def search(
         )
     options = SearchOptions(
         budget_gb=budget_gb,
+        minimize=minimize,
+        max_overhead=max_overhead,
+        pareto=pareto,
         study=study,
         root=root,
         storage=storage,
@@ -235,6 +265,7 @@ def search(
         quiet=quiet or json_output,
         verbose=verbose,
         live=not no_progress,
+        goal=options.goal,
     )
     if maximize is not None:
         if storage is not None or workers is not None:
@@ -282,13 +313,37 @@ def export(
     output: Annotated[Path, Parameter(name=["--output", "-o"], help="The module to write.")] = Path(
         "policy.py"
     ),
+    at: Annotated[
+        str | None,
+        Parameter(
+            help=(
+                "Take the fastest verified policy that peaks at SIZE or less, as 18GiB, 900MiB or "
+                "18 (GiB); by default the study's best."
+            )
+        ),
+    ] = None,
     root: Root = Path("studies"),
     storage: Storage = None,
 ) -> int:
     """Write a study's best policy as a Python module that needs torch alone."""
+    if at is not None:
+        return _export_at(study, at, output, root, storage)
     result = artifacts.load_result(_find_study(study, root, storage), storage)
     write_whole(output, artifacts.render_policy(result, module_name=output.stem))
     print_text(f"{output}: {result.policy.describe()}")
+    return 0
+
+
+def _export_at(study: str, at: str, output: Path, root: Path, storage: str | None) -> int:
+    most_bytes = units.parse_memory(at)
+    if not most_bytes:
+        raise UsageError(f"--at {at!r} is no size; write it as 18GiB, 900MiB, or 18 for GiB")
+    result = artifacts.load_result(_find_study(study, root, storage), storage)
+    found = result_at(result, most_bytes)
+    write_whole(output, artifacts.render_policy(found, module_name=output.stem))
+    print_text(f"{output}: {found.policy.describe()}")
+    for line in rows.exported_lines(found, faster_at(found, most_bytes)):
+        print_text(line)
     return 0
 
 
@@ -753,5 +808,9 @@ def _print_result(result: SearchResult, *, quiet: bool) -> None:
         _print_line(console, line)
     if quiet:
         return
+    if front := rows.front_rows(result):
+        console.print()
+        console.print(terminal.front_table(front))
+        console.print()
     for line in rows.closing_lines(result):
         _print_line(console, line)

@@ -136,6 +136,11 @@ class CostModel:
         )
 
     @property
+    def none_seconds(self) -> float:
+        """The step without checkpointing, measured or not."""
+        return float(self.posterior.mean[0])
+
+    @property
     def start_seconds(self) -> float:
         """What checkpointing anything at all costs beside the prices, whatever the policy."""
         return max(0.0, float(self.posterior.mean[-1]))

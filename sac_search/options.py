@@ -14,6 +14,7 @@ from sac_search.device import Clock
 from sac_search.errors import UsageError
 from sac_search.space import EAGER_ONLY, Granularity, LayerChoiceMode, RunMode
 from sac_search.study.candidate import Candidate
+from sac_search.study.goal import SPEED, Goal, GoalKind
 from sac_search.study.sampler import SamplerName
 from sac_search.study.storage import address_without_password, check_address
 from sac_search.worker.client import Isolation
@@ -44,6 +45,9 @@ class Listener(Protocol):
     def on_candidate(self, candidate: Candidate, trials_done: int, budget_bytes: int) -> None:
         """A policy was measured."""
 
+    def on_estimate(self, none_seconds: float) -> None:
+        """Overheads are limited and the step without checkpointing does not run: its estimate."""
+
 
 class Compile(enum.StrEnum):
     """Whether the model is compiled."""
@@ -56,10 +60,18 @@ class Compile(enum.StrEnum):
     """As is fastest: those, and eager policies."""
 
 
+class Minimize(enum.StrEnum):
+    """What a search makes small, when it is not the step time."""
+
+    MEMORY = "memory"
+    """The peak of the step."""
+
+
 _COMPILED_MODES = (RunMode.COMPILE, RunMode.PREFER, RunMode.BUDGET)
 
 
 _CHOICES: dict[str, type[enum.StrEnum]] = {
+    "minimize": Minimize,
     "layer_choice": LayerChoiceMode,
     "isolate": Isolation,
     "granularity": Granularity,
@@ -73,8 +85,9 @@ _CHOICES: dict[str, type[enum.StrEnum]] = {
 class SearchOptions:
     """Everything that a search can be told, beside the workload."""
 
-    budget_gb: float
-    """The budget for the peak of the whole step, in GiB (2**30 bytes)."""
+    budget_gb: float | None = None
+    """The budget for the peak of the whole step, in GiB (2**30 bytes); only another goal than the
+    fastest step goes without."""
     study: str | None = None
     """Name of the study; made of the workload and the budget when None."""
     root: Path = Path("studies")
@@ -84,6 +97,12 @@ class SearchOptions:
     a proxy, `grpc://host:port`; a file in the study's folder when None."""
     fresh: bool = False
     """Begin anew under a new name; nothing is deleted."""
+    minimize: Minimize | None = None
+    """What to make small instead of the step time; it needs `max_overhead`."""
+    max_overhead: float | str | None = None
+    """The highest step time above that without checkpointing: `0.05`, or `"5%"`."""
+    pareto: bool = False
+    """Search the fastest step for every peak, instead of one answer; a budget is the highest."""
     device: str | None = None
     """`cpu`, `cuda:0`, …; the machine's accelerator when None."""
     layers: str | None = None
@@ -130,7 +149,8 @@ class SearchOptions:
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
             self._choose(name, choices)
-        if not 0 < self.budget_gb <= LARGEST_BUDGET_GB:
+        self._check_goal()
+        if self.budget_gb is not None and not 0 < self.budget_gb <= LARGEST_BUDGET_GB:
             raise UsageError(
                 f"the budget is {self.budget_gb} GiB; it must be more than nothing and at most "
                 f"{LARGEST_BUDGET_GB} (8 PiB)"
@@ -157,10 +177,46 @@ class SearchOptions:
             if value is not None and not 0 < value < float("inf"):
                 raise UsageError(f"{name} is {value}; it must be more than 0")
 
+    def _check_goal(self) -> None:
+        if self.pareto and (self.minimize, self.max_overhead) != (None, None):
+            raise UsageError(
+                "--pareto is for the whole trade-off, --minimize memory for one point of it; leave "
+                "one of them out"
+            )
+        if self.pareto:
+            self._refuse_compiled()
+            return
+        if (self.minimize is None) != (self.max_overhead is None):
+            raise UsageError(
+                "--minimize memory and --max-overhead belong together: the least peak within a "
+                "limit on the step time, as in --minimize memory --max-overhead 5%"
+            )
+        if self.minimize is None and self.budget_gb is None:
+            raise UsageError(
+                "there is neither a budget nor another goal; add --budget-gb, --pareto, or "
+                "--minimize memory with --max-overhead"
+            )
+        if self.max_overhead is None:
+            return
+        fraction = units.parse_fraction(str(self.max_overhead))
+        if fraction is None or (fraction > 1 and "%" not in str(self.max_overhead)):
+            raise UsageError(
+                f"max_overhead is {self.max_overhead!r}; it must be a part of the step time, as 5% "
+                "or 0.05, and not below zero"
+            )
+        self._refuse_compiled()
+
+    def _refuse_compiled(self) -> None:
+        if self.compile is not Compile.OFF:
+            raise UsageError(
+                "compiled steps are searched for speed alone; leave --compile out, or search with "
+                "--budget-gb alone"
+            )
+
     def _choose(self, name: str, choices: type[enum.StrEnum]) -> None:
         """Takes a choice by its name as well: `compile="search"`."""
         value = getattr(self, name)
-        if value is None and name == "clock":
+        if value is None and name in ("clock", "minimize"):
             return
         try:
             object.__setattr__(self, name, choices(value))
@@ -170,9 +226,22 @@ class SearchOptions:
             ) from None
 
     @property
-    def budget_bytes(self) -> int:
-        """The budget in bytes."""
-        return units.gib_to_bytes(self.budget_gb)
+    def budget_bytes(self) -> int | None:
+        """The budget in bytes; None where none was given."""
+        return None if self.budget_gb is None else units.gib_to_bytes(self.budget_gb)
+
+    @property
+    def goal(self) -> Goal:
+        """What is searched for."""
+        if self.pareto:
+            return Goal(kind=GoalKind.PARETO, has_budget=self.budget_gb is not None)
+        if self.minimize is None:
+            return SPEED
+        return Goal(
+            kind=GoalKind.MEMORY,
+            max_overhead_fraction=units.parse_fraction(str(self.max_overhead)),
+            has_budget=self.budget_gb is not None,
+        )
 
     def arguments(self) -> tuple[str, ...]:
         """Returns what says the same on the command line, but for beginning anew."""

@@ -32,6 +32,7 @@ from sac_search.space import EAGER_ONLY, build_space
 from sac_search.study.attendance import taking_part
 from sac_search.study.baselines import FULL, NONE
 from sac_search.study.candidate import Candidate, rank
+from sac_search.study.final import FinalStage
 from sac_search.study.finish import (
     Winner,
     choose_winner,
@@ -41,6 +42,7 @@ from sac_search.study.finish import (
     with_confirmed_figures,
 )
 from sac_search.study.forecasting import ForecastStudy
+from sac_search.study.goal import GoalKind
 from sac_search.study.measurer import Measurer
 from sac_search.study.result import SearchResult, find_candidate, floor_of
 from sac_search.study.running import compile_failure
@@ -50,6 +52,7 @@ from sac_search.study.store import (
     StudyStore,
     check_same,
     check_same_budget,
+    check_same_goal,
     create_study,
     newest_folder,
     open_study,
@@ -62,6 +65,8 @@ from sac_search.worker.session import Description, Verdict
 _POLL_SECONDS = 0.5
 # Baselines that fail in the same way, after which the workload is at fault.
 _MOST_ALIKE_FAILURES = 3
+# So often a search goes on, since its best turned out to be above the limit side by side.
+_MOST_RETURNS = 2
 # What a policy function may well do, and plain checkpointing not.
 _OF_POLICY_FUNCTIONS = frozenset(
     {
@@ -243,6 +248,7 @@ class _Stages:
                 candidate, done, store.budget_bytes
             ),
             on_note=self.listener.on_note,
+            on_estimate=self.listener.on_estimate,
             membership=self.membership,
         )
 
@@ -250,6 +256,8 @@ class _Stages:
         """Measures baselines and trials. Returns why there are no more."""
         with self._turn():
             known = search.store.candidates()
+            if search.store.none_estimate_seconds is not None:
+                self.listener.on_estimate(search.store.none_estimate_seconds)
             if known:
                 trials_done = len(search.trial_candidates())
                 self.listener.on_known(known, trials_done, search.store.budget_bytes)
@@ -257,12 +265,20 @@ class _Stages:
             first = search.measure_first()
             none = first.get(NONE)
             is_eager = self.options.run_modes == EAGER_ONLY  # else there is more than memory to win
-            if is_eager and none is not None and none.fits(search.store.budget_bytes):
+            is_met = search.store.goal.is_met_by_none and is_eager
+            if is_met and none is not None and none.fits(search.store.budget_bytes):
                 return "the step fits without checkpointing"
             _refuse_failing_ends(first.values())
             floor_bytes = floor_of(first.get(FULL), search.store.layers)
             if is_eager and floor_bytes is not None and floor_bytes > search.store.budget_bytes:
                 return "the budget is under the floor"
+            if not search.estimate_none():
+                assert none is not None and none.failure is not None
+                raise NoPolicyFits(
+                    f"the step without checkpointing does not run here ({none.failure.kind}), and "
+                    "its time cannot be estimated either, since its layers cannot be forecast; so "
+                    "no overhead is known. Search with --budget-gb alone, or use a smaller batch"
+                )
             self.listener.on_phase("plan")
             search.measure_plans()
             self.listener.on_phase("baselines")
@@ -271,6 +287,15 @@ class _Stages:
         self.listener.on_phase("search")
         reason = search.run_trials()
         self._await_others(search.store)
+        for _ in range(_MOST_RETURNS if search.store.goal.kind is GoalKind.MEMORY else 0):
+            self.listener.on_phase("confirm")
+            with self._turn():
+                has_changed = self._final_stage(search.store).settle()
+            if not has_changed:
+                break
+            self.listener.on_phase("search")
+            reason = search.go_on()
+            self._await_others(search.store)
         return reason
 
     def _await_others(self, store: StudyStore) -> None:
@@ -320,6 +345,8 @@ class _Stages:
         return result
 
     def _winner(self, store: StudyStore, interrupted: bool) -> Winner:
+        if store.goal.kind is not GoalKind.SPEED:
+            return self._winner_of_goal(store, interrupted)
         candidates = store.candidates()
         none = find_candidate(candidates, NONE)
         is_eager = self.options.run_modes == EAGER_ONLY
@@ -334,15 +361,28 @@ class _Stages:
             steps = 2 * self.options.steps
             ranked = [*wrong, *confirm(store, self.measurer, sound, steps=steps)]
         self.listener.on_phase("verify")
+        return choose_winner(store, self.measurer, ranked, self._on_verdict)
 
-        def on_verdict(candidate: Candidate, verdict: Verdict) -> None:
-            verification = verdict.verification
-            if verification is None or not verification.passed:
-                self.listener.on_note(
-                    f"{candidate.name} did not pass verification; the next best follows."
-                )
+    def _on_verdict(self, candidate: Candidate, verdict: Verdict) -> None:
+        verification = verdict.verification
+        if verification is None or not verification.passed:
+            self.listener.on_note(
+                f"{candidate.name} did not pass verification; the next best follows."
+            )
 
-        return choose_winner(store, self.measurer, ranked, on_verdict)
+    def _winner_of_goal(self, store: StudyStore, interrupted: bool) -> Winner:
+        if not interrupted:
+            self.listener.on_phase("confirm")
+        return self._final_stage(store, interrupted=interrupted).run()
+
+    def _final_stage(self, store: StudyStore, *, interrupted: bool = False) -> FinalStage:
+        return FinalStage(
+            store=store,
+            measurer=self.measurer,
+            steps=0 if interrupted else 2 * self.options.steps,
+            on_verify=lambda: self.listener.on_phase("verify"),
+            on_verdict=self._on_verdict,
+        )
 
 
 def _draw(store: StudyStore, measurer: Measurer, winner: Winner, listener: Listener) -> None:
@@ -385,10 +425,10 @@ def _turn(
 def _described(measurer: Measurer, options: SearchOptions, listener: Listener) -> Description:
     listener.on_phase("load")
     description = measurer.describe()
-    usable_bytes = description.usable_bytes
-    if usable_bytes is not None and options.budget_bytes > usable_bytes:
+    usable_bytes, budget_bytes = description.usable_bytes, options.budget_bytes
+    if usable_bytes is not None and budget_bytes is not None and budget_bytes > usable_bytes:
         note = (
-            f"The budget is {units.format_gib(options.budget_bytes)}, but the device has only "
+            f"The budget is {units.format_gib(budget_bytes)}, but the device has only "
             f"{units.format_gib(usable_bytes)} that this process can use: policies between the two "
             "will run out of memory."
         )
@@ -440,22 +480,34 @@ def _open_or_create(
         return create_study(
             folder,
             storage=options.storage,
-            budget_bytes=options.budget_bytes,
+            budget_bytes=_budget_of(options, description),
             environment=description.environment,
             layers=description.layers,
             series=name,
             evidence=evidence,
+            goal=options.goal,
         )
     if is_forecast and store.candidates():
         raise StudyError(
             f"study {store.name!r} holds measured trials, to which a forecast has nothing to add; "
             "leave --forecast out to continue it, or name another one with --study"
         )
-    check_same_budget(store, options.budget_bytes)
+    check_same_goal(store, options.goal)
+    if options.budget_bytes is not None:
+        check_same_budget(store, options.budget_bytes)
     if is_forecast or store.evidence is Evidence.FORECAST:
         if not is_forecast:
             listener.on_note(f"Study {store.name!r} was forecast so far; now it is measured.")
         # Forecasts stay in the study, apart; its environment becomes that of what comes now.
         store.begin_anew(description.environment, description.layers, evidence)
-    check_same(store, description.environment, options.budget_bytes, description.layers)
+        if options.budget_bytes is None:
+            store.replace_budget(_budget_of(options, description))
+    check_same(store, description.environment, _budget_of(options, description), description.layers)
     return store
+
+
+def _budget_of(options: SearchOptions, description: Description) -> int:
+    """Returns the budget; all that the device has where none was given."""
+    if options.budget_bytes is not None:
+        return options.budget_bytes
+    return description.environment.device_memory_bytes

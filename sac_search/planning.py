@@ -127,6 +127,21 @@ class PolicyPlanner:
         self._search_down(kinds, sets, budget_bytes, prices, (dry_runs + 1) // 2)
         return self._best(budget_bytes, prices)
 
+    def least(
+        self, most_overhead_seconds: float, prices: Prices, *, start_seconds: float = 0.0
+    ) -> PlannedPolicy | None:
+        """Returns the policy of least peak within an overhead, of everything that was dry-run.
+
+        `start_seconds` is what checkpointing anything costs beside the prices.
+        """
+        within = [
+            planned
+            for planned in self._priced(prices)
+            if planned.overhead_seconds + bool(planned.choices) * start_seconds
+            <= most_overhead_seconds
+        ]
+        return min(within, key=lambda p: (p.peak_bytes, p.overhead_seconds), default=None)
+
     def _search_down(
         self,
         kinds: tuple[Kind, ...],
@@ -276,7 +291,12 @@ class PolicyPlanner:
         return self._dry[policy.key]
 
     def _best(self, budget_bytes: int, prices: Prices) -> PlannedPolicy | None:
-        fitting = [
+        fitting = self._priced(prices, most_bytes=budget_bytes)
+        return min(fitting, key=lambda p: (p.overhead_seconds, p.peak_bytes), default=None)
+
+    def _priced(self, prices: Prices, *, most_bytes: float = float("inf")) -> list[PlannedPolicy]:
+        """Returns everything that was dry-run and peaks at `most_bytes` or less."""
+        return [
             PlannedPolicy(
                 policy=dry.policy,
                 choices=dry.choices,
@@ -284,9 +304,8 @@ class PolicyPlanner:
                 peak_bytes=dry.peak_bytes,
             )
             for dry in self._dry.values()
-            if dry.peak_bytes <= budget_bytes
+            if dry.peak_bytes <= most_bytes
         ]
-        return min(fitting, key=lambda p: (p.overhead_seconds, p.peak_bytes), default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -133,6 +133,11 @@ class _ThroughputSearch:
     _best_told: float = 0.0
     _deadline: float = math.inf
 
+    @property
+    def _budget_bytes(self) -> int:
+        assert self.options.budget_bytes is not None
+        return self.options.budget_bytes
+
     def run(self) -> ThroughputResult:
         if self.options.timeout_seconds is not None:
             self._deadline = time.monotonic() + self.options.timeout_seconds
@@ -206,7 +211,7 @@ class _ThroughputSearch:
                     "sizes fit; name them: --batch-sizes 4,8,16"
                 )
             # One that cannot even be built is no larger than what fits.
-            if peak_bytes is None or is_over(peak_bytes, self.options.budget_bytes):
+            if peak_bytes is None or is_over(peak_bytes, self._budget_bytes):
                 break
             size *= 2
         return size // 2
@@ -219,7 +224,7 @@ class _ThroughputSearch:
         if size in self._peaks or size in self._not_forecast or self._cannot_forecast:
             return self._peaks.get(size)
         least = least_peak(self._peaks, size)
-        if least is not None and is_over(least, self.options.budget_bytes):
+        if least is not None and is_over(least, self._budget_bytes):
             return least
         peak_bytes = self.workers.full_peak_bytes(size)
         if peak_bytes is None:
@@ -236,7 +241,7 @@ class _ThroughputSearch:
 
     def _nothing_fits_message(self) -> str:
         left_out = [size_result(self._left_out[size], None) for size in sorted(self._left_out)]
-        return no_size_message(self.options.budget_bytes, left_out)
+        return no_size_message(self._budget_bytes, left_out)
 
     # --- one size ---------------------------------------------------------------------------------
 
@@ -257,7 +262,7 @@ class _ThroughputSearch:
     def _begin(self, size: int) -> None:
         """Begins a size, or continues it: rules it out, or measures its ends and the first plan."""
         peak_bytes = None if self._is_begun(size) else self._least_peak(size)
-        if peak_bytes is not None and is_over(peak_bytes, self.options.budget_bytes):
+        if peak_bytes is not None and is_over(peak_bytes, self._budget_bytes):
             reason = reason_of_peak(peak_bytes, is_exact=size in self._peaks)
             self._leave_out(size, SizeState.RULED_OUT, reason, peak_bytes)
             return
@@ -347,7 +352,7 @@ class _ThroughputSearch:
         What is known of a size is not loaded again only to look at it, but for the first, which
         tells whether the environment is still the same.
         """
-        budget_bytes = self.options.budget_bytes
+        budget_bytes = self._budget_bytes
         try:
             known = open_study(folder)
         except StudyNotFound:
@@ -373,7 +378,7 @@ class _ThroughputSearch:
 
     def _study_over_sizes(self, environment: Environment) -> BatchStore:
         store = open_or_create_batches(
-            self.folder, self.name, self.options.budget_bytes, _of_any_size(environment)
+            self.folder, self.name, self._budget_bytes, _of_any_size(environment)
         )
         for record in self._left_out.values():
             store.keep_size(record)

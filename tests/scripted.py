@@ -42,6 +42,7 @@ from sac_search.space import (
     label_of,
 )
 from sac_search.study.candidate import Candidate
+from sac_search.study.goal import SPEED, Goal
 from sac_search.study.search import Search, SearchSettings
 from sac_search.study.store import StudyStore
 from sac_search.timeline import MemoryKind, Timeline
@@ -464,10 +465,12 @@ def make_candidate(
     )
 
 
-def memory_store(measurer: ScriptedMeasurer, budget_bytes: int) -> StudyStore:
+def memory_store(measurer: ScriptedMeasurer, budget_bytes: int, goal: Goal = SPEED) -> StudyStore:
     """Returns a study that is kept in memory, for tests of what is done with it."""
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    store = StudyStore(optuna.create_study(study_name="memory"), Path("memory"))
+    study = optuna.create_study(study_name="memory", directions=goal.directions)
+    store = StudyStore(study, Path("memory"))
+    store.write("goal", goal)
     store.write("budget_bytes", budget_bytes)
     store.write("environment", measurer.environment)
     store.write("layers", measurer.layers)
@@ -479,6 +482,7 @@ def make_search(
     budget_bytes: int,
     *,
     store: StudyStore | None = None,
+    goal: Goal = SPEED,
     mode: LayerChoiceMode = LayerChoiceMode.COUNT,
     granularity: Granularity = Granularity.CLASS,
     tiers: int = 1,
@@ -486,7 +490,7 @@ def make_search(
     **settings: object,
 ) -> Search:
     return Search(
-        store=store or memory_store(measurer, budget_bytes),
+        store=store or memory_store(measurer, budget_bytes, goal),
         space=build_space(measurer.layers, mode, granularity, tiers, run_modes),
         measurer=measurer,
         settings=SearchSettings(**settings),
@@ -501,6 +505,7 @@ class Listener:
         self.notes: list[str] = []
         self.candidates: list[str] = []
         self.known: list[str] = []
+        self.estimates: list[float] = []
 
     def on_phase(self, name: str, total: int | None = None) -> None:
         self.phases.append(name)
@@ -515,3 +520,6 @@ class Listener:
 
     def on_candidate(self, candidate: object, trials_done: int, budget_bytes: int) -> None:
         self.candidates.append(candidate.name)
+
+    def on_estimate(self, none_seconds: float) -> None:
+        self.estimates.append(none_seconds)

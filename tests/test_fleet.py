@@ -415,15 +415,17 @@ def test_what_contradicts_is_refused(
     assert message in capsys.readouterr().err
 
 
-def test_options_survive_json() -> None:
-    given = SearchOptions(
-        budget_gb=1.5,
-        root=Path("a b"),
-        compile=Compile.SEARCH,
-        compile_dynamic=False,
-        timeout_seconds=2.5,
-        storage="sqlite:///x.db",
-    )
+@pytest.mark.parametrize(
+    "goal",
+    [
+        {"budget_gb": 1.5, "compile": Compile.SEARCH, "compile_dynamic": False},
+        {"minimize": "memory", "max_overhead": 0.05},
+        {"minimize": "memory", "max_overhead": "150%", "budget_gb": 2},
+        {"pareto": True},
+    ],
+)
+def test_options_survive_json(goal: dict[str, Any]) -> None:
+    given = SearchOptions(**goal, root=Path("a b"), timeout_seconds=2.5, storage="sqlite:///x.db")
     assert options_from_json(json.loads(json.dumps(options_to_json(given)))) == given
 
 

@@ -67,6 +67,9 @@ class Log:
     def on_candidate(self, candidate: Candidate, trials_done: int, budget_bytes: int) -> None:
         """A policy was measured, here or elsewhere."""
 
+    def on_estimate(self, none_seconds: float) -> None:
+        """The step without checkpointing does not run here; this is what it would take."""
+
 
 def options_to_json(options: SearchOptions) -> dict[str, Any]:
     """Returns the options as what JSON holds."""

@@ -197,6 +197,7 @@ class _Watch:
         self._reader: TrialReader | None = None
         self._known: set[str] = set()
         self._trials_done = 0
+        self._none_seconds: float | None = None
         self._notes: tuple[str, ...] = ()
         self._errors: list[SacSearchError] = []
         self._is_interrupted = False
@@ -206,6 +207,7 @@ class _Watch:
             known = store.candidates()
             self._known = {candidate.policy.key for candidate in known}
             self._trials_done = sum(map(_counts, known))
+            self._tell_estimate(store)
             listener.on_known(known, self._trials_done, store.budget_bytes)
 
     def run(self, jobs: Sequence[Job]) -> None:
@@ -271,11 +273,18 @@ class _Watch:
         if store is None:
             return
         assert self._reader is not None
+        self._tell_estimate(store)
         for candidate in [*store.references(), *self._reader.new()]:
             if candidate.policy.key not in self._known:
                 self._known.add(candidate.policy.key)
                 self._trials_done += _counts(candidate)
                 self._listener.on_candidate(candidate, self._trials_done, store.budget_bytes)
+
+    def _tell_estimate(self, store: StudyStore) -> None:
+        none_seconds = store.none_estimate_seconds
+        if none_seconds is not None and none_seconds != self._none_seconds:
+            self._none_seconds = none_seconds
+            self._listener.on_estimate(none_seconds)
 
     def _opened(self) -> StudyStore | None:
         if self._store is not None:

@@ -19,6 +19,7 @@ from sac_search.policy import Policy, Tier, describe_tier
 from sac_search.records import Environment, Evidence
 from sac_search.report.facts import Unit, csv_table, escape_markdown, format_value
 from sac_search.report.rows import lack_of_winner
+from sac_search.study.goal import SPEED
 from sac_search.study.result import SearchResult
 
 _LEFT_ALONE = "left alone"
@@ -36,8 +37,8 @@ class Side:
     """The study, or the module's file."""
     environment: Environment
     """What its figures belong to."""
-    budget_bytes: int
-    """The budget."""
+    budget_bytes: int | None
+    """The budget; None where none was given."""
     evidence: Evidence
     """Where its figures come from."""
     policy: Policy | None
@@ -54,6 +55,8 @@ class Side:
     """Its peak."""
     full_seconds: float | None = None
     """Step time with every layer checkpointed, where known."""
+    goal: str = SPEED.describe()
+    """What it was searched for."""
     layers: tuple[str, ...] = ()
     """All layers that could be checkpointed, in the order in which they run, where known."""
 
@@ -182,10 +185,11 @@ def side_of(result: SearchResult) -> Side:
     side = Side(
         name=result.study_name,
         environment=result.environment,
-        budget_bytes=result.budget_bytes,
+        budget_bytes=result.budget_bytes if result.goal.has_budget else None,
         evidence=result.evidence,
         policy=None,
         lack=lack_of_winner(result),
+        goal=result.goal.describe(),
         layers=tuple(layer.name for layer in result.layers),
     )
     best = result.best
@@ -277,7 +281,9 @@ def _figures(one: Side, other: Side, *, are_alike: bool) -> tuple[Row, ...]:
         getattr(one.environment, name) == getattr(other.environment, name) for name in _OF_SIZE
     )
     count = (_checkpointed(one), _checkpointed(other))
+    goals = Row(what="goal", one=one.goal, other=other.goal)
     return (
+        *([goals] if {one.goal, other.goal} != {SPEED.describe()} else []),
         _row("budget", one.budget_bytes, other.budget_bytes, Unit.GIB),
         Row(what="evidence", one=str(one.evidence), other=str(other.evidence)),
         _within_noise(

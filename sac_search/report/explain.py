@@ -9,11 +9,14 @@ from sac_search.policy import Policy
 from sac_search.records import Evidence, Phase
 from sac_search.report.composition import gradients_spared, parts_of_peak
 from sac_search.report.facts import (
+    Basis,
     Explanation,
     Fact,
+    Quantity,
     Section,
     Unit,
     change,
+    exactly,
     state,
 )
 from sac_search.report.limits import floor_phase, limits
@@ -21,6 +24,7 @@ from sac_search.report.quantities import Quantities, Tried
 from sac_search.report.rows import SMALLEST_NOISE_FRACTION, beats_bound
 from sac_search.report.trading import more_memory, saving
 from sac_search.study.candidate import rank
+from sac_search.study.goal import GoalKind
 from sac_search.study.result import SearchResult
 
 # What is alive in each phase of a step.
@@ -48,6 +52,10 @@ _ALIVE = {
 }
 
 
+_CONTINUE = "The search was interrupted, or it still runs: the same command continues it."
+_MEASURE = "The same command on the device, without --forecast, measures and verifies."
+
+
 def explain(result: SearchResult) -> Explanation:
     """Returns what a study's figures say."""
     quantities = Quantities(result)
@@ -72,6 +80,8 @@ def _standing(found: Quantities) -> list[Fact]:
     best, result = found.best, found.result
     if best is None:
         return _without_winner(found)
+    if result.goal.kind is not GoalKind.SPEED:
+        return _standing_of_goal(found, best)
     if result.needs_no_checkpointing:
         facts = [
             state(
@@ -106,9 +116,65 @@ def _standing(found: Quantities) -> list[Fact]:
             "Nothing was measured or verified, and a part of the budget is left for what a caching "
             "allocator reserves beyond tensors."
         )
-        advice = "The same command on the device, without --forecast, measures and verifies."
-        facts.append(Fact(sentence=sentence, advice=advice))
+        facts.append(Fact(sentence=sentence, advice=_MEASURE))
     return facts
+
+
+def _standing_of_goal(found: Quantities, best: Tried) -> list[Fact]:
+    result = found.result
+    which = "The fastest" if result.goal.kind is GoalKind.PARETO else "The policy"
+    facts = [
+        state(
+            "Searched for: {goal}. {which} is {name} ({policy}): peak {peak}, {step} per step",
+            which=which,
+            goal=result.goal.describe(),
+            name=best.name,
+            policy=best.candidate.policy.describe(),
+            peak=(best.peak, Unit.GIB),
+            step=(best.seconds, Unit.SECONDS),
+        ),
+        *_front(found),
+        *_estimate(found),
+        *_against(found, best),
+    ]
+    if result.evidence is not Evidence.MEASURED:
+        facts.append(Fact(sentence="Nothing was measured or verified.", advice=_MEASURE))
+    return facts
+
+
+def _front(found: Quantities) -> list[Fact]:
+    if found.result.goal.kind is not GoalKind.PARETO:
+        return []
+    points = found.result.front()
+    least = next((t for t in found.tried if points and t.candidate is points[0]), None)
+    if least is None:
+        return []
+    verified = sum(found.result.is_verified(c) for c in points)
+    return [
+        state(
+            "Its front has {count} points, {verified} of them verified; the least peak on it is "
+            "{peak}, at {step} per step",
+            "sac-search export STUDY --at SIZE writes any that is verified.",
+            count=(exactly(len(points)), Unit.COUNT),
+            verified=(exactly(verified), Unit.COUNT),
+            peak=(least.peak, Unit.GIB),
+            step=(least.seconds, Unit.SECONDS),
+        )
+    ]
+
+
+def _estimate(found: Quantities) -> list[Fact]:
+    result = found.result
+    if result.none_estimate_seconds is None:
+        return []
+    estimate = Quantity(result.none_estimate_seconds, "none_estimate_seconds", Basis.FORECAST)
+    return [
+        state(
+            "Overheads are held against {none}, what the planner believes of the step without "
+            "checkpointing, which does not run here",
+            none=(estimate, Unit.SECONDS),
+        )
+    ]
 
 
 def _against(found: Quantities, best: Tried) -> list[Fact]:
@@ -210,11 +276,10 @@ def _where_budgets_bind(found: Quantities) -> list[Fact]:
 def _without_winner(found: Quantities) -> list[Fact]:
     result = found.result
     if not found.tried:
-        what = "that was tried under {budget} gave figures"
-        if not result.candidates:
-            what = "was tried yet under {budget}"
-        return [state(f"Nothing {what}", budget=(found.budget, Unit.GIB))]
-    first = found.fastest
+        return [_nothing_tried(found)]
+    first = found.best_so_far
+    if result.goal.kind is not GoalKind.SPEED:
+        return _without_winner_of_goal(found, first)
     if first is None:
         smallest = found.smallest
         assert smallest is not None
@@ -232,17 +297,45 @@ def _without_winner(found: Quantities) -> list[Fact]:
     fact = state(
         "No policy is verified yet; the fastest so far that fits {budget} is {name} ({policy}): "
         "{step} per step, peak {peak}",
-        "The search was interrupted, or it still runs: the same command continues it.",
+        _CONTINUE,
         budget=(found.budget, Unit.GIB),
         name=first.name,
         policy=first.candidate.policy.describe(),
         step=(first.seconds, Unit.SECONDS),
         peak=(first.peak, Unit.GIB),
     )
-    rejected = [
-        Fact(sentence=f"Rejected: {reason}.", names=(reason,)) for reason in result.rejected
-    ]
-    return [fact, *rejected]
+    return [fact, *_rejected(result)]
+
+
+def _nothing_tried(found: Quantities) -> Fact:
+    what = "that was tried{under} gave figures"
+    if not found.result.candidates:
+        what = "was tried yet{under}"
+    if not found.result.goal.has_budget:
+        return state(f"Nothing {what.format(under='')}")
+    return state(f"Nothing {what.format(under=' under {budget}')}", budget=(found.budget, Unit.GIB))
+
+
+def _without_winner_of_goal(found: Quantities, first: Tried | None) -> list[Fact]:
+    goal = found.result.goal
+    if first is None:
+        fact = state("No policy is within what was searched for: {goal}", goal=goal.describe())
+        return [fact, *_estimate(found), *_rejected(found.result)]
+    fact = state(
+        "No policy is verified yet; the best so far for what was searched ({goal}) is {name} "
+        "({policy}): peak {peak}, {step} per step",
+        _CONTINUE,
+        goal=goal.describe(),
+        name=first.name,
+        policy=first.candidate.policy.describe(),
+        peak=(first.peak, Unit.GIB),
+        step=(first.seconds, Unit.SECONDS),
+    )
+    return [fact, *_estimate(found), *_rejected(found.result)]
+
+
+def _rejected(result: SearchResult) -> list[Fact]:
+    return [Fact(sentence=f"Rejected: {reason}.", names=(reason,)) for reason in result.rejected]
 
 
 def _is_same(one: Tried, other: Tried) -> bool:

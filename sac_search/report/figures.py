@@ -19,6 +19,7 @@ from sac_search.report.points import (
     PolicyPoint,
     budget_is_near,
     frontier_spots,
+    most_seconds,
     peak_name,
     phase_spans,
     policy_points,
@@ -46,11 +47,13 @@ _MARKERS = {
     Group.BASELINE: {"symbol": "square", "size": 10, "color": "--baseline"},
     Group.FITTING: {"symbol": "circle", "size": 9, "color": "--trial"},
     Group.OVER: {"symbol": "circle-open", "size": 9, "color": "--over"},
+    Group.SLOW: {"symbol": "diamond-open", "size": 9, "color": "--over"},
     Group.BEST: {"symbol": "star", "size": 17, "color": "--best"},
 }
 _ENDINGS = {
     Ending.FITS: ("circle", "--trial"),
     Ending.OVER: ("circle-open", "--over"),
+    Ending.SLOW: ("circle-open", "--over"),
     Ending.RULED_OUT: ("x-thin-open", "--over"),
     Ending.FAILED: ("x", "--budget"),
 }
@@ -74,8 +77,9 @@ def figures(result: SearchResult) -> dict[str, Figure]:
     if policy_points(result):
         found["trade-off"] = trade_off(result)
     highest_bytes = max((t.timeline.peak_bytes for t in result.timelines), default=0)
+    line_bytes = result.budget_bytes if result.goal.has_budget else None
     for number, entry in enumerate(result.timelines):
-        found[f"memory-{number}"] = memory_over_step(entry, result.budget_bytes, highest_bytes)
+        found[f"memory-{number}"] = memory_over_step(entry, line_bytes, highest_bytes)
     if any(point.step_seconds is not None for point in trial_points(result)):
         found["trials"] = trials(result)
     return found
@@ -109,6 +113,10 @@ def trade_off(result: SearchResult) -> Figure:
     if budget_is_near(result):
         shapes.append(_line(x=result.budget_bytes / units.GIB, color="--budget"))
         notes.append(_note("budget", x=result.budget_bytes / units.GIB, color="--budget"))
+    highest_seconds = most_seconds(result)
+    if highest_seconds is not None:
+        shapes.append(_line(y=highest_seconds * scale, color="--budget"))
+        notes.append(_note("highest overhead", y=highest_seconds * scale, color="--budget"))
     bound_seconds = result.lower_bound_seconds
     if bound_seconds is not None and math.isfinite(bound_seconds):
         shapes.append(_line(y=bound_seconds * scale, color="--bound"))
@@ -132,7 +140,7 @@ def _policies(
     }
 
 
-def memory_over_step(entry: PolicyTimeline, budget_bytes: int, highest_bytes: int) -> Figure:
+def memory_over_step(entry: PolicyTimeline, budget_bytes: int | None, highest_bytes: int) -> Figure:
     """Returns live bytes over one step, stacked by kind, the peak marked and named.
 
     `highest_bytes` is the highest peak of all timelines, so that they can be compared by eye.
@@ -189,7 +197,7 @@ def memory_over_step(entry: PolicyTimeline, budget_bytes: int, highest_bytes: in
         }
     )
     shapes, top_bytes = [], highest_bytes
-    if is_in_sight(budget_bytes, highest_bytes):
+    if budget_bytes is not None and is_in_sight(budget_bytes, highest_bytes):
         shapes.append(_line(y=budget_bytes / units.GIB, color="--budget"))
         top_bytes = max(highest_bytes, budget_bytes)
     shapes += [_line(x=span.first_op, color="--grid", dash="solid") for span in spans[1:]]

@@ -11,6 +11,7 @@ from sac_search.report.composition import gradients_kept
 from sac_search.report.facts import Fact, Unit, change, exactly, state
 from sac_search.report.quantities import Quantities, Tried
 from sac_search.report.rows import is_fragmented
+from sac_search.study.goal import GoalKind
 from sac_search.timeline import MemoryKind
 
 # A floor, or what layers keep, of at least this part of the peak is most of it.
@@ -94,7 +95,7 @@ def _nothing_ran(found: Quantities) -> list[Fact]:
 
 def _floor_over_budget(found: Quantities) -> list[Fact]:
     floor = found.floor
-    if floor is None or floor.value <= found.budget.value:
+    if floor is None or not found.result.goal.has_budget or floor.value <= found.budget.value:
         return []
     return [
         state(
@@ -340,6 +341,8 @@ def _ranks(tried: Tried) -> list[Fact]:
 def _room(found: Quantities) -> list[Fact]:
     environment = found.result.environment
     memory = found.device_memory
+    if found.result.goal.kind is not GoalKind.SPEED:
+        return []  # it was not asked to be faster
     if environment.device == "cpu" or found.best is None or found.result.needs_no_checkpointing:
         return []
     if memory.value < found.budget.value * (1 + _ROOM_FRACTION):

@@ -25,6 +25,7 @@ from sac_search.report.markup import bullets, named_values, plot, section, table
 from sac_search.report.points import (
     budget_is_near,
     frontier_spots,
+    most_seconds,
     peak_name,
     peak_parts,
     without_figures,
@@ -32,6 +33,7 @@ from sac_search.report.points import (
 from sac_search.report.strips import LayerStrip, StripPart, Treatment, layer_strips
 from sac_search.report.summary import Card, cards
 from sac_search.study.baselines import FULL
+from sac_search.study.goal import GoalKind
 from sac_search.study.importance import Importance
 from sac_search.study.result import SearchResult
 from sac_search.study.timelines import PolicyTimeline
@@ -55,6 +57,13 @@ _CANDIDATE_COLUMNS = (
     ("overhead", "figure"),
     ("peak", "figure"),
     ("budget", ""),
+    ("what it does", "wide"),
+)
+_FRONT_COLUMNS = (
+    ("peak", "figure"),
+    ("step", "figure"),
+    ("overhead", "figure"),
+    ("verified", ""),
     ("what it does", "wide"),
 )
 _OP_COLUMNS = (
@@ -182,16 +191,27 @@ def _trade_off(result: SearchResult, drawn: Mapping[str, Figure]) -> str:
     if "trade-off" not in drawn:
         return ""
     lacking = without_figures(result)
-    caption = "Each mark is a policy: further left needs less memory, lower is faster. " + (
-        "What is left of the budget's line fits."
-        if budget_is_near(result)
-        else f"All are far under the budget of {units.format_gib(result.budget_bytes)}."
-    )
+    caption = "Each mark is a policy: further left needs less memory, lower is faster."
+    if budget_is_near(result):
+        caption += " What is left of the budget's line fits."
+    elif result.goal.has_budget:
+        caption += f" All are far under the budget of {units.format_gib(result.budget_bytes)}."
+    if most_seconds(result) is not None:
+        caption += " What is under the line of the highest overhead is fast enough."
     if frontier_spots(result):
         caption += " The dotted line is what the planner believes possible, measured or not."
     if lacking:
         caption += f" Not shown: {len(lacking)} without figures, listed below."
-    return section("Step time against peak", caption, plot("trade-off", "Step time against peak"))
+    body = plot("trade-off", "Step time against peak") + _front(result)
+    return section("Step time against peak", caption, body)
+
+
+def _front(result: SearchResult) -> str:
+    lines = [
+        ("", (row.peak, row.step, row.overhead, row.verified, row.description))
+        for row in rows.front_rows(result)
+    ]
+    return table(_FRONT_COLUMNS, lines) if lines else ""
 
 
 def _memory(result: SearchResult) -> str:
@@ -208,13 +228,14 @@ def _memory(result: SearchResult) -> str:
     highest_bytes = max(entry.timeline.peak_bytes for entry in result.timelines)
     caption = (
         "Live tensors while one step runs, op by op, as the forecast counts them; what the "
-        "allocator holds beyond them is not in it. "
+        "allocator holds beyond them is not in it."
     )
-    caption += (
-        "The dashed line is the budget."
-        if is_in_sight(result.budget_bytes, highest_bytes)
-        else f"The budget, {units.format_gib(result.budget_bytes)}, is far above."
-    )
+    if result.goal.has_budget:
+        caption += (
+            " The dashed line is the budget."
+            if is_in_sight(result.budget_bytes, highest_bytes)
+            else f" The budget, {units.format_gib(result.budget_bytes)}, is far above."
+        )
     body = f'<ul class="legend">{legend}</ul>\n<div class="steps">\n{plots}\n</div>'
     return section("Memory over one step", caption, body)
 
@@ -327,9 +348,10 @@ def _candidates(found: Sequence[rows.CandidateRow]) -> str:
 def _trials(result: SearchResult, drawn: Mapping[str, Figure]) -> str:
     if "trials" not in drawn or result.evidence is Evidence.FORECAST:
         return ""
+    best = "fastest" if result.goal.kind is GoalKind.SPEED else "best"
     caption = (
-        "Every policy, baselines first and then trials as they were run, and the fastest so far "
-        "that fits."
+        "Every policy, baselines first and then trials as they were run, and the "
+        f"{best} so far that fits."
     )
     return section("How the search went", caption, plot("trials", "How the search went", "low"))
 
@@ -428,9 +450,25 @@ def search_command(result: SearchResult) -> str:
     """Returns what to type, or to call, for the search that the study holds."""
     workload = result.environment.workload
     if ":" in workload or workload.endswith(".py"):
-        return shlex.join(["sac-search", workload, *(result.arguments or _budget(result))])
-    return f"sac_search.search(workload, budget_gb={_budget(result)[1]})  # a {workload}"
+        return shlex.join(["sac-search", workload, *(result.arguments or _limits(result))])
+    options = []
+    if result.goal.kind is GoalKind.MEMORY:
+        options += ['minimize="memory"', f"max_overhead={result.goal.max_overhead_fraction}"]
+    if result.goal.kind is GoalKind.PARETO:
+        options.append("pareto=True")
+    if result.goal.has_budget:
+        options.insert(0, f"budget_gb={_budget(result)[1]}")
+    return f"sac_search.search(workload, {', '.join(options)})  # a {workload}"
 
 
 def _budget(result: SearchResult) -> tuple[str, ...]:
     return ("--budget-gb", str(result.budget_bytes / units.GIB))
+
+
+def _limits(result: SearchResult) -> tuple[str, ...]:
+    """Returns the options that say what the study was searched for."""
+    goal = result.goal
+    budget = _budget(result) if goal.has_budget else ()
+    if goal.kind is GoalKind.MEMORY:
+        return ("--minimize", "memory", "--max-overhead", goal.limit_text, *budget)
+    return ("--pareto", *budget) if goal.kind is GoalKind.PARETO else budget

@@ -29,6 +29,8 @@ class Group(enum.StrEnum):
     """Trials whose peak is under the budget."""
     OVER = "trials over the budget"
     """Trials whose peak is not."""
+    SLOW = "trials that are too slow"
+    """Trials under the budget whose overhead is above the highest, or not known."""
     BEST = "best"
     """The winner."""
 
@@ -79,7 +81,9 @@ def _group(result: SearchResult, candidate: Candidate) -> Group:
         return Group.BEST
     if candidate.is_baseline:
         return Group.BASELINE
-    return Group.FITTING if candidate.fits(result.budget_bytes) else Group.OVER
+    if not candidate.fits(result.budget_bytes):
+        return Group.OVER
+    return Group.FITTING if result.fits(candidate) else Group.SLOW
 
 
 def _is_best(result: SearchResult, candidate: Candidate) -> bool:
@@ -102,8 +106,19 @@ def _lines(result: SearchResult, candidate: Candidate, peak_bytes: int) -> list[
 
 def budget_is_near(result: SearchResult) -> bool:
     """Whether the budget can be seen beside the policies, and is not far above all of them."""
+    if not result.goal.has_budget:
+        return False
     highest_bytes = max((point.peak_bytes for point in policy_points(result)), default=0)
     return result.budget_bytes <= _NEAR * highest_bytes
+
+
+def most_seconds(result: SearchResult) -> float | None:
+    """Returns the step time that the highest overhead allows; None where there is none to draw."""
+    most_fraction, none_seconds = result.goal.max_overhead_fraction, result.limits.none_seconds
+    if most_fraction is None or none_seconds is None:
+        return None
+    found = (1 + most_fraction) * none_seconds
+    return found if math.isfinite(found) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +164,8 @@ class Ending(enum.StrEnum):
     """Its peak is under the budget."""
     OVER = "over the budget"
     """Its peak is not."""
+    SLOW = "too slow"
+    """Its overhead is above the highest."""
     RULED_OUT = "ruled out by forecast"
     """It was not run, since its forecast is over the budget."""
     FAILED = "failed"
@@ -170,18 +187,19 @@ class TrialPoint:
     step_seconds: float | None
     """Its step time; None where it has none."""
     best_seconds: float | None
-    """The fastest step so far of a policy that fits and can be exported."""
+    """Step time of the best policy so far that fits and can be exported."""
 
 
 def trial_points(result: SearchResult) -> list[TrialPoint]:
     """Returns how the search went, baselines first, then trials in the order of measuring."""
     found: list[TrialPoint] = []
-    best_seconds: float | None = None
+    best: Candidate | None = None
     for number, candidate in enumerate(result.candidates, 1):
-        ending, seconds = _ending(candidate, result.budget_bytes), _drawn_seconds(candidate)
+        ending, seconds = _ending(result, candidate), _drawn_seconds(candidate)
         counts = candidate.policy.exportable and not candidate.is_reference
-        if ending is Ending.FITS and counts and seconds is not None:
-            best_seconds = seconds if best_seconds is None else min(seconds, best_seconds)
+        is_better = best is None or result.goal.is_better(candidate, best)
+        if ending is Ending.FITS and counts and seconds is not None and is_better:
+            best = candidate
         told = str(ending) if candidate.failure is None else str(candidate.failure.kind)
         found.append(
             TrialPoint(
@@ -190,18 +208,20 @@ def trial_points(result: SearchResult) -> list[TrialPoint]:
                 ending=ending,
                 told=told if seconds is None else f"{units.format_seconds(seconds)}, {told}",
                 step_seconds=seconds,
-                best_seconds=best_seconds,
+                best_seconds=None if best is None else best.step_seconds,
             )
         )
     return found
 
 
-def _ending(candidate: Candidate, budget_bytes: int) -> Ending:
+def _ending(result: SearchResult, candidate: Candidate) -> Ending:
     if candidate.is_ruled_out:
         return Ending.RULED_OUT
     if candidate.measurement is None:
         return Ending.FAILED
-    return Ending.FITS if candidate.fits(budget_bytes) else Ending.OVER
+    if not candidate.fits(result.budget_bytes):
+        return Ending.OVER
+    return Ending.FITS if result.fits(candidate) else Ending.SLOW
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

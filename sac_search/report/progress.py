@@ -10,9 +10,11 @@ from rich.console import Console, Group
 from rich.live import Live
 
 from sac_search import units
+from sac_search.report.rows import short_verdict
 from sac_search.report.screen import Screen, outcome_words, screen_lines
 from sac_search.study.baselines import NONE
 from sac_search.study.candidate import Candidate
+from sac_search.study.goal import SPEED, Goal, GoalKind, Limits
 
 # The outcomes that are shown.
 _LAST_OUTCOMES = 3
@@ -23,7 +25,8 @@ _WIDTH_OF_NAMES = 38
 _LEAST_WIDTH_OF_NAMES = 12
 # What is behind the best so far, and behind it where lines are shorter.
 _MARK = "  * best so far"
-_SHORT_MARK = "  * best"
+_MARKS = (_MARK, "  * best")
+_MARKS_OF_FRONT = ("  * on the front so far", "  * on the front", "  * front")
 
 
 class SearchProgress:
@@ -41,13 +44,15 @@ class SearchProgress:
         verbose: bool,
         live: bool = True,
         now: Callable[[], float] = time.monotonic,
+        goal: Goal = SPEED,
     ) -> None:
         self._console = console
         self._quiet = quiet
         self._verbose = verbose
         self._now = now
         self._note_at_start = ""
-        self._screen = Screen(started=now())
+        self._marks = _MARKS_OF_FRONT if goal.kind is GoalKind.PARETO else _MARKS
+        self._screen = Screen(started=now(), goal=goal)
         self._live: Live | None = None
         if live and not quiet and console.is_terminal and not console.is_dumb_terminal:
             self._live = Live(
@@ -100,23 +105,30 @@ class SearchProgress:
         """A policy was measured."""
         self._screen.count(trials_done, self._now())
         better = self._take(candidate, budget_bytes)
-        words = outcome_words(candidate, budget_bytes)
+        words = outcome_words(candidate, self._screen.goal.verdict(candidate, self._screen.limits))
         self._screen.last = (words, *self._screen.last)[:_LAST_OUTCOMES]
         if self._verbose or better or candidate.is_baseline:
             width = self._console.width if self._console.is_terminal else _WIDTH_OF_LINES
-            self._print(_candidate_line(candidate, budget_bytes, better, width))
+            verdict = self._screen.goal.verdict(candidate, self._screen.limits)
+            self._print(
+                _candidate_line(candidate, budget_bytes, better, width, verdict, self._marks)
+            )
+
+    def on_estimate(self, none_seconds: float) -> None:
+        """The step without checkpointing does not run; this is what it would take."""
+        self._screen.none_seconds = none_seconds
 
     def _take(self, candidate: Candidate, budget_bytes: int) -> bool:
         """Takes a candidate into the figures. Returns whether it is the best so far."""
         screen = self._screen
         screen.budget_bytes = budget_bytes
-        if candidate.name == NONE:
+        if candidate.name == NONE and candidate.step_seconds is not None:
             screen.none_seconds = candidate.step_seconds
         if candidate.measurement is not None and candidate.measurement.device_bytes is not None:
             screen.device_bytes = candidate.measurement.device_bytes
         is_better = screen.is_better(candidate)
         if is_better:
-            screen.best = candidate
+            screen.take(candidate)
         if screen.best is not None and screen.best.step_seconds is not None:
             screen.history = (*screen.history, screen.best.step_seconds)
         return is_better
@@ -134,22 +146,27 @@ class SearchProgress:
 
 
 def _candidate_line(
-    candidate: Candidate, budget_bytes: int, better: bool, width: int = _WIDTH_OF_LINES
+    candidate: Candidate,
+    budget_bytes: int,
+    better: bool,
+    width: int = _WIDTH_OF_LINES,
+    verdict: str = "",
+    marks: Sequence[str] = _MARKS,
 ) -> str:
     """Returns the line of a candidate; names get what the figures leave of `width` columns."""
-    mark = _MARK if width >= _WIDTH_OF_LINES else _SHORT_MARK
+    verdict = verdict or SPEED.verdict(candidate, Limits(budget_bytes=budget_bytes))
     figures_width = _WIDTH_OF_LINES - len(_MARK) - _WIDTH_OF_NAMES
+    mark = next((m for m in marks if figures_width + _WIDTH_OF_NAMES + len(m) <= width), marks[-1])
     name_width = min(_WIDTH_OF_NAMES, width - figures_width - len(mark))
     if name_width < _LEAST_WIDTH_OF_NAMES:
-        return f"  {outcome_words(candidate, budget_bytes)}"
+        return f"  {outcome_words(candidate, verdict)}"
     name = f"{candidate.name:<{name_width}}"
     if candidate.measurement is None or candidate.step_seconds is None:
         assert candidate.failure is not None
         return f"  {name} {candidate.failure.kind}: {candidate.failure.line}"
     step = units.format_seconds(candidate.step_seconds)
     peak = units.format_gib(candidate.measurement.peak_bytes)
-    verdict = "fits" if candidate.fits(budget_bytes) else "over"
-    line = f"  {name} {step:>10}  {peak:>11}  {verdict}"
+    line = f"  {name} {step:>10}  {peak:>11}  {short_verdict(verdict)}"
     if candidate.measurement.compile_seconds is not None:
         line += f"  (compiled in {units.format_duration(candidate.measurement.compile_seconds)})"
     return line + (mark if better and not candidate.is_baseline else "")

@@ -11,7 +11,7 @@ from sac_search.policy import Policy
 from sac_search.records import Evidence, Measurement, Phase
 from sac_search.report.facts import Basis, Quantity, exactly, total
 from sac_search.space import Granularity, LayerChoiceMode, SearchSpace, build_space
-from sac_search.study.candidate import Candidate, rank
+from sac_search.study.candidate import Candidate
 from sac_search.study.insights import FrontierEstimate, LayerPrice, SavePrice
 from sac_search.study.result import SearchResult
 from sac_search.timeline import MemoryKind, Timeline
@@ -149,15 +149,15 @@ class Quantities:
         return min(self.tried, key=lambda tried: tried.peak.value, default=None)
 
     @functools.cached_property
-    def fastest(self) -> Tried | None:
-        """The best so far that fits, verified or not; None when nothing does."""
-        ranked = rank((t.candidate for t in self.tried), self.result.budget_bytes)
+    def best_so_far(self) -> Tried | None:
+        """The best so far that is within the limits, verified or not; None when nothing is."""
+        ranked = self.result.goal.rank((t.candidate for t in self.tried), self.result.limits)
         return next((t for t in self.tried if ranked and t.candidate is ranked[0]), None)
 
     @property
     def subject(self) -> Tried | None:
         """Whose peak is explained: the winner's, else the best so far's, else the smallest."""
-        return self.best or self.fastest or self.smallest
+        return self.best or self.best_so_far or self.smallest
 
     @property
     def parameters(self) -> Quantity | None:

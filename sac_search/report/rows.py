@@ -11,7 +11,8 @@ from sac_search.frontier import Frontier, FrontierPoint
 from sac_search.records import Evidence, Measurement, Outcome, Verification
 from sac_search.space import Granularity, label_of, saved_name, unsavable_ops
 from sac_search.study.baselines import COMPILE, COMPILE_FULL, FULL, NONE
-from sac_search.study.candidate import Candidate, rank
+from sac_search.study.candidate import Candidate
+from sac_search.study.goal import GoalKind, peak_of
 from sac_search.study.result import SearchResult
 from sac_search.trace import LayerTrace
 from sac_search.worker.session import Verdict
@@ -73,7 +74,6 @@ def _candidate_row(
             verdict="no step time" if failure is None else str(failure.kind),
             is_best=is_best,
         )
-    overhead = result.overhead_of(candidate)
     noise = f" ±{100 * measurement.step_noise_fraction:.1f}%"
     if measurement.evidence is Evidence.FORECAST:
         noise = ""
@@ -81,11 +81,24 @@ def _candidate_row(
         name=name,
         description=candidate.policy.describe(),
         step=f"{units.format_seconds(candidate.step_seconds)}{noise}",
-        overhead="–" if overhead is None else units.format_percent(overhead),
+        overhead=overhead_text(result, candidate),
         peak=units.format_gib(measurement.peak_bytes),
-        verdict="fits" if candidate.fits(result.budget_bytes) else "over",
+        verdict=short_verdict(result.goal.verdict(candidate, result.limits)),
         is_best=is_best,
     )
+
+
+def overhead_text(result: SearchResult, candidate: Candidate) -> str:
+    """Returns a candidate's overhead; against an estimate it is marked as about that."""
+    overhead, estimated = result.overhead_of(candidate), result.estimated_overhead_of(candidate)
+    if estimated is not None:
+        return f"≈{units.format_percent(estimated)}"
+    return "–" if overhead is None else units.format_percent(overhead)
+
+
+def short_verdict(verdict: str) -> str:
+    """Returns a verdict as it stands in a column."""
+    return "over" if verdict == "over the budget" else verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,8 +198,59 @@ def _percent_or_dash(fraction: float | None) -> str:
     return "–" if fraction is None else units.format_percent(fraction)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontRow:
+    """A point of the front in the table of a search for all of it."""
+
+    peak: str
+    """Its peak, rounded up."""
+    step: str
+    """Its step time."""
+    overhead: str
+    """Step time above that without checkpointing."""
+    verified: str
+    """`yes` where its gradients were compared and are right."""
+    description: str
+    """The policy in a few words."""
+
+
+def front_rows(result: SearchResult) -> list[FrontRow]:
+    """Returns a row per point of the front, the least peak first; none for other goals."""
+    if result.goal.kind is not GoalKind.PARETO:
+        return []
+    return [
+        FrontRow(
+            peak=units.format_gib_up(peak_of(candidate)),
+            step=units.format_seconds(candidate.step_seconds or 0.0),
+            overhead=overhead_text(result, candidate),
+            verified="yes" if result.is_verified(candidate) else "no",
+            description=candidate.policy.describe(),
+        )
+        for candidate in result.front()
+    ]
+
+
+def exported_lines(result: SearchResult, faster: Candidate | None) -> list[str]:
+    """Returns what was exported for a memory: its figures, and what could be faster."""
+    best = result.best
+    assert best is not None and best.step_seconds is not None
+    lines = [
+        f"{best.name}: {units.format_seconds(best.step_seconds)} per step, peak "
+        f"{units.format_gib(peak_of(best))} of {units.format_gib(result.budget_bytes)}, overhead "
+        f"{overhead_text(result, best)}, {best.evidence}, verified."
+    ]
+    if faster is not None and faster.step_seconds is not None:
+        lines.append(
+            f"{faster.name} is faster there ({units.format_seconds(faster.step_seconds)}, peak "
+            f"{units.format_gib(peak_of(faster))}), but it was never verified."
+        )
+    return lines
+
+
 def headline(result: SearchResult) -> list[str]:
     """Returns the outcome in a few sentences."""
+    if result.goal.kind is not GoalKind.SPEED:
+        return _headline_of_goal(result)
     budget = units.format_gib(result.budget_bytes)
     best = result.best
     if best is None or best.measurement is None or best.step_seconds is None:
@@ -218,35 +282,120 @@ def lack_of_winner(result: SearchResult) -> str:
     """Returns why there is no winner, in the few words of a table's cell."""
     if not result.candidates:
         return "nothing tried yet"
-    if not _fitting(result):
-        return "nothing fits"
+    if not _within_limits(result):
+        is_limited = result.goal.max_overhead_fraction is not None
+        return "nothing is within the limits" if is_limited else "nothing fits"
     return "none verified" if result.rejected else "none verified yet"
 
 
-def _fitting(result: SearchResult) -> list[Candidate]:
-    """Returns the candidates that fit, best first; none without a step time is one of them."""
+def _within_limits(result: SearchResult) -> list[Candidate]:
+    """Returns the candidates within the limits, best first; none is without a step time."""
     timed = (c for c in result.candidates if c.step_seconds is not None)
-    return rank(timed, result.budget_bytes)
+    return result.goal.rank(timed, result.limits)
 
 
 def _why_no_winner(result: SearchResult) -> str:
-    budget = units.format_gib(result.budget_bytes)
+    goal, does = result.goal, _what_limits_ask(result)
     if result.interrupted:
-        return f"Interrupted before a policy that fits {budget} was found and verified."
+        return f"Interrupted before a policy that {does} was found and verified."
     if not result.candidates:
-        return f"Nothing was tried yet for {budget}."
-    ranked = _fitting(result)
+        if goal.kind is GoalKind.SPEED:
+            return f"Nothing was tried yet for {units.format_gib(result.budget_bytes)}."
+        return f"Nothing was tried yet: {goal.describe()}."
+    ranked = _within_limits(result)
     if not ranked:
-        return f"No policy fits {budget}."
+        return f"No policy {does}."
     if result.rejected:
-        return f"No policy that fits {budget} has passed verification."
+        return f"No policy that {does} has passed verification."
     first = ranked[0]
     assert first.measurement is not None and first.step_seconds is not None
+    best = "best" if goal.kind is GoalKind.MEMORY else "fastest"
     return (
-        f"No policy is verified yet. The fastest so far that fits {budget} is {first.name}: "
+        f"No policy is verified yet. The {best} so far that {does} is {first.name}: "
         f"{units.format_seconds(first.step_seconds)} per step, "
         f"peak {units.format_gib(first.measurement.peak_bytes)}."
     )
+
+
+def _what_limits_ask(result: SearchResult) -> str:
+    """Returns what a policy within the limits does: `fits 12.000 GiB`."""
+    goal = result.goal
+    fits = f"fits {units.format_gib(result.budget_bytes)}" if goal.has_budget else "fits the device"
+    if goal.max_overhead_fraction is None:
+        return fits
+    within = f"has an overhead of at most {goal.limit_text}"
+    return f"{within} and {fits}" if goal.has_budget else within
+
+
+def limit_text(result: SearchResult) -> str:
+    """Returns what a study was searched for, in the words of a table: a budget, or its goal."""
+    budget = units.format_gib(result.budget_bytes)
+    if result.goal.kind is GoalKind.SPEED:
+        return budget
+    goal = f"overhead ≤ {result.goal.limit_text}"
+    if result.goal.kind is GoalKind.PARETO:
+        return f"front up to {budget}" if result.goal.has_budget else "front"
+    return f"{goal}, {budget}" if result.goal.has_budget else goal
+
+
+def estimate_lines(result: SearchResult) -> list[str]:
+    """Returns what overheads are held against, where no step without checkpointing runs."""
+    if result.none_estimate_seconds is None or result.limits.none_seconds is None:
+        return []
+    return [
+        "Overheads are held against "
+        f"{units.format_seconds(result.limits.none_seconds)}, the planner's forecast of the step "
+        "without checkpointing, which does not run here: they are estimates."
+    ]
+
+
+def _headline_of_goal(result: SearchResult) -> list[str]:
+    goal, best = result.goal, result.best
+    if best is None or best.measurement is None or best.step_seconds is None:
+        return [_why_no_winner(result), *estimate_lines(result)]
+    budget = f" of {units.format_gib(result.budget_bytes)}" if goal.has_budget else ""
+    overhead = overhead_text(result, best)
+    lines = [
+        f"{best.policy.describe()}: peak {units.format_gib(peak_of(best))}{budget}, "
+        f"{units.format_seconds(best.step_seconds)} per step.",
+        f"The least peak with an overhead of at most {goal.limit_text} (its own: {overhead}).",
+    ]
+    if goal.kind is GoalKind.PARETO:
+        lines = _headline_of_front(result, best)
+    elif result.needs_no_checkpointing:
+        lines[1] = (
+            f"No policy with an overhead of at most {goal.limit_text} was found that peaks lower "
+            "than the step without checkpointing."
+        )
+    lines += estimate_lines(result)
+    lines += [line for name in (FULL, NONE) if (line := _against(result, name))]
+    if result.evidence is Evidence.FORECAST:
+        lines.append(_forecast_line(result))
+    if result.verification is not None:
+        lines.append(verification_line(result))
+    return lines
+
+
+def _headline_of_front(result: SearchResult, best: Candidate) -> list[str]:
+    front = result.front()
+    verified = sum(result.is_verified(c) for c in front)
+    cap = f" under {units.format_gib(result.budget_bytes)}" if result.goal.has_budget else ""
+    ends = " to ".join(
+        f"{units.format_gib(peak_of(c))} at {units.format_seconds(c.step_seconds or 0.0)}"
+        for c in (*front[:1], *front[-1:])
+    )
+    lines = [
+        f"The front{cap} of step time against peak has {_counted(len(front), 'point')}"
+        f"{f', from {ends}' if len(front) > 1 else ''}; "
+        f"{verified} of them {'is' if verified == 1 else 'are'} verified.",
+        f"The fastest is {best.policy.describe()}: "
+        f"{units.format_seconds(best.step_seconds or 0.0)} per step, peak "
+        f"{units.format_gib(peak_of(best))}.",
+    ]
+    if result.folder is not None and verified:
+        where = units.format_gib_up(peak_of(front[-1])).replace(" ", "")
+        lines.append(f"For less memory: sac-search export {result.folder} --at SIZE (as {where})")
+    return lines
 
 
 def _forecast_line(result: SearchResult) -> str:

@@ -9,6 +9,8 @@ from rich.text import Text
 
 from sac_search import units
 from sac_search.study.candidate import Candidate
+from sac_search.study.front import gain_of, spot_of
+from sac_search.study.goal import SPEED, Goal, GoalKind, Limits
 
 _PHASES = ("load", "baselines", "plan", "search", "confirm", "verify", "export")
 _FORECAST_PHASES = ("load", "forecast", "export")
@@ -60,6 +62,10 @@ class Screen:
     """When trials were first counted in this phase, and how many there were."""
     last_count: tuple[float, int] | None = None
     """When they were counted last."""
+    goal: Goal = SPEED
+    """What is searched for."""
+    front: tuple[Candidate, ...] = ()
+    """What was not beaten when it was measured, where all of a front is searched."""
 
     def enter(self, phase: str, total: int | None) -> None:
         """Begins a phase."""
@@ -76,14 +82,30 @@ class Screen:
         self.first_count = self.first_count or self.last_count
 
     def is_better(self, candidate: Candidate) -> bool:
-        """Whether a candidate is faster than the best so far, fits and can be shipped."""
-        if self.budget_bytes is None or not candidate.fits(self.budget_bytes):
+        """Whether a candidate is better than the best so far, fits and can be shipped."""
+        if self.budget_bytes is None or not self.goal.fits(candidate, self.limits):
             return False
         if not candidate.policy.exportable or candidate.is_reference:
             return False
-        assert candidate.step_seconds is not None
-        best_seconds = None if self.best is None else self.best.step_seconds
-        return best_seconds is None or candidate.step_seconds < best_seconds
+        if candidate.step_seconds is None:
+            return False
+        if self.goal.kind is GoalKind.PARETO:
+            spots = [spot_of(known) for known in self.front]
+            return gain_of(spot_of(candidate), spots) > 0
+        return self.best is None or self.goal.is_better(candidate, self.best)
+
+    def take(self, candidate: Candidate) -> None:
+        """Makes a candidate the best so far, or one of the front."""
+        if self.goal.kind is GoalKind.PARETO:
+            self.front = (*self.front, candidate)
+        if self.best is None or self.goal.is_better(candidate, self.best):
+            self.best = candidate
+
+    @property
+    def limits(self) -> Limits:
+        """What candidates are held against."""
+        assert self.budget_bytes is not None
+        return Limits(budget_bytes=self.budget_bytes, none_seconds=self.none_seconds)
 
     def seconds_left(self, now: float) -> float | None:
         """Returns how long the trials that are left will take; None where there is no telling.
@@ -142,14 +164,13 @@ def sparkline(values: Sequence[float], width: int, *, ascii_only: bool = False) 
     return "".join(bars[round((v - low) / (high - low) * (len(bars) - 1))] for v in shown)
 
 
-def outcome_words(candidate: Candidate, budget_bytes: int) -> str:
+def outcome_words(candidate: Candidate, verdict: str) -> str:
     """Returns what became of a candidate, in a few words."""
     if candidate.measurement is None or candidate.step_seconds is None:
         assert candidate.failure is not None
         return f"{candidate.name}: {candidate.failure.kind}"
     step = units.format_seconds(candidate.step_seconds)
     peak = units.format_gib(candidate.measurement.peak_bytes)
-    verdict = "fits" if candidate.fits(budget_bytes) else "over the budget"
     return f"{candidate.name}: {verdict}, {step}, {peak}"
 
 
@@ -204,8 +225,9 @@ def _best_words(screen: Screen, *, narrow: bool) -> Text:
     if narrow:
         return Text(f"{words}, {peak}", style="bold green")
     assert screen.budget_bytes is not None
-    budget = units.format_gib(screen.budget_bytes)
-    return Text.assemble((words, "bold green"), f", peak {peak} of {budget}, {best.name}")
+    if screen.goal.has_budget:
+        peak += f" of {units.format_gib(screen.budget_bytes)}"
+    return Text.assemble((words, "bold green"), f", peak {peak}, {best.name}")
 
 
 def _labelled(label: str, words: Text) -> Text:

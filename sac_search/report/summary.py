@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from sac_search import units
 from sac_search.records import Evidence, Measurement
-from sac_search.report.rows import beats_bound
+from sac_search.report import rows
 from sac_search.study.candidate import Candidate
+from sac_search.study.goal import GoalKind
 from sac_search.study.result import SearchResult
 
 
@@ -37,13 +38,12 @@ def cards(result: SearchResult) -> list[Card]:
 
 
 def _peak(result: SearchResult, measurement: Measurement) -> Card:
-    part = measurement.peak_bytes / max(1, result.budget_bytes)
-    budget = units.format_gib(result.budget_bytes)
-    return Card(
-        label="Peak of the step",
-        value=units.format_gib(measurement.peak_bytes),
-        note=f"{100 * part:.1f}% of the budget of {budget}{_by_forecast(result)}",
-    )
+    note = f"{result.goal.describe()}{_by_forecast(result)}"
+    if result.goal.kind is GoalKind.SPEED:
+        part = measurement.peak_bytes / max(1, result.budget_bytes)
+        budget = units.format_gib(result.budget_bytes)
+        note = f"{100 * part:.1f}% of the budget of {budget}{_by_forecast(result)}"
+    return Card(label="Peak of the step", value=units.format_gib(measurement.peak_bytes), note=note)
 
 
 def _by_forecast(result: SearchResult) -> str:
@@ -56,11 +56,15 @@ def _overhead(result: SearchResult, best: Candidate) -> Card:
     if best.step_seconds is None:
         return Card(label="Overhead", value=value, note="the step time is not known")
     if overhead is not None and none is not None and none.step_seconds is not None:
-        value = units.format_percent(overhead)
+        value = rows.overhead_text(result, best)
         note = (
             f"{units.format_seconds(best.step_seconds)} a step, "
             f"{units.format_seconds(none.step_seconds)} without checkpointing{_by_forecast(result)}"
         )
+    elif result.estimated_overhead_of(best) is not None:
+        value = rows.overhead_text(result, best)
+        note = f"{units.format_seconds(best.step_seconds)} a step; against a forecast, for {note}"
+        note = note.removesuffix(", so there is no overhead")
     else:
         note = f"{units.format_seconds(best.step_seconds)} a step; {note}"
     return Card(label="Overhead", value=value, note=note)
@@ -92,7 +96,7 @@ def _distance_to_bound(result: SearchResult, best: Candidate) -> Card:
         return Card(label="Distance to the bound", value="–", note="the planner has no bound")
     bound = units.format_seconds(bound_seconds)
     distance = best.step_seconds / bound_seconds - 1
-    if beats_bound(distance, best):
+    if rows.beats_bound(distance, best):
         return Card(
             label="Distance to the bound",
             value="–",
@@ -106,13 +110,11 @@ def _distance_to_bound(result: SearchResult, best: Candidate) -> Card:
 
 
 def _cards_of_nothing(result: SearchResult) -> list[Card]:
-    found = [
-        Card(
-            label="Budget",
-            value=units.format_gib(result.budget_bytes),
-            note="no policy was found that stays under it and is verified",
-        )
-    ]
+    note = "no policy was found that stays under it and is verified"
+    found = [Card(label="Budget", value=units.format_gib(result.budget_bytes), note=note)]
+    if result.goal.kind is not GoalKind.SPEED:
+        note = "no policy was found that is within it and is verified"
+        found = [Card(label="Limit", value=rows.limit_text(result), note=note)]
     peaks = {c.name: c.measurement.peak_bytes for c in result.candidates if c.measurement}
     if peaks:
         name = min(peaks, key=lambda name: peaks[name])

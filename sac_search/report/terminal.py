@@ -8,7 +8,14 @@ from rich.table import Table
 from rich.text import Text
 
 from sac_search import units
-from sac_search.report.rows import CandidateRow, FrontierRow, OpRow, lack_of_winner
+from sac_search.report.rows import (
+    CandidateRow,
+    FrontierRow,
+    FrontRow,
+    OpRow,
+    lack_of_winner,
+    limit_text,
+)
 from sac_search.report.throughput import SIZE_COLUMNS, SizeRow
 from sac_search.study.result import SearchResult
 
@@ -63,6 +70,18 @@ def frontier_table(rows: Sequence[FrontierRow], *, measured: bool) -> Table:
     return table
 
 
+def front_table(rows: Sequence[FrontRow]) -> Table:
+    """Returns the table of a front, from the least peak to the fastest step."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("peak", "step", "overhead", "verified"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("policy", overflow="fold")
+    for row in rows:
+        cells = (row.peak, row.step, row.overhead, row.verified, row.description)
+        table.add_row(*(Text(cell) for cell in cells))
+    return table
+
+
 def study_table(results: Sequence[SearchResult]) -> Table:
     """Returns the table of studies."""
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -84,7 +103,7 @@ def study_table(results: Sequence[SearchResult]) -> Table:
             result.study_name,
             result.environment.workload,
             result.environment.device_name,
-            units.format_gib(result.budget_bytes),
+            limit_text(result),
             str(len(result.candidates)),
             step,
             peak,

@@ -279,6 +279,8 @@ def _rate(seconds: Quantity, kept: Quantity) -> tuple[Quantity, Unit] | str:
 
 def _fits_advice(found: Quantities, best: Tried, kept: Quantity) -> str:
     # What a caching allocator will reserve is not known of a forecast.
+    if not found.result.goal.has_budget:
+        return ""
     if found.price_basis is Basis.FORECAST or kept.value > found.budget.value - best.peak.value:
         return ""
     return "That much is left of the budget."

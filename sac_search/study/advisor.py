@@ -7,7 +7,7 @@ sampling over an exact solver): a policy is proposed as often as it is likely to
 from __future__ import annotations
 
 import time
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -18,6 +18,7 @@ from sac_search.planning import DryRun, PlannedPolicy, PolicyPlanner, Prices
 from sac_search.profile import Profile
 from sac_search.space import Assignment, Choices, RunMode, SearchSpace
 from sac_search.study.candidate import Candidate
+from sac_search.study.goal import SPEED, Goal
 from sac_search.study.insights import (
     FrontierEstimate,
     Insights,
@@ -58,7 +59,9 @@ class Advisor:
         budget_bytes: int,
         greedy: bool = False,
         mode: RunMode = RunMode.EAGER,
+        goal: Goal = SPEED,
     ) -> None:
+        self._goal = goal
         self._space = space
         self._mode = mode
         self._profile = profile
@@ -68,6 +71,11 @@ class Advisor:
         solver = solve_greedily if greedy else solve
         self._planner = PolicyPlanner(profile, space, dry_run, solver=solver)
         self.learn([])
+
+    @property
+    def none_seconds(self) -> float:
+        """The step without checkpointing, by what is believed of costs."""
+        return self._costs.none_seconds
 
     def learn(self, candidates: Iterable[Candidate]) -> None:
         """Makes `candidates` all that is known; those of other modes are left out."""
@@ -157,6 +165,9 @@ class Advisor:
                 return assignment
         return None
 
+    def _neighbours(self, starts: Sequence[Assignment]) -> Iterator[Assignment]:
+        return (near for start in starts for near in all_neighbours(self._space, start))
+
     def _key(self, choices: Choices) -> str:
         return self._space.policy_of(choices, self._mode).key
 
@@ -186,11 +197,18 @@ class Advisor:
         saves, layers = price_list(self._profile, prices)
         return Insights(saves=saves, layers=layers, frontier=self._frontier(prices))
 
+    @property
+    def _forecast_ends(self) -> tuple[int, int]:
+        """The forecast peaks of full and of no checkpointing."""
+        least, most = self._profile.least_kept, self._profile.most_kept
+        return max(least.phase_peak_bytes.values()), max(most.phase_peak_bytes.values())
+
+    def _budget_of_frontier(self, lowest_bytes: int, highest_bytes: int) -> int:
+        """Returns the budget whose surroundings the trade-off shows closest."""
+        return self._budget_bytes
+
     def _frontier(self, prices: Prices) -> tuple[FrontierEstimate, ...]:
-        lowest, highest = (
-            self._peaks.expected(max(sample.phase_peak_bytes.values()))
-            for sample in (self._profile.least_kept, self._profile.most_kept)
-        )
+        lowest, highest = (self._peaks.expected(end) for end in self._forecast_ends)
 
         def estimate(budget_bytes: int, planned: PlannedPolicy) -> FrontierEstimate:
             start_seconds = self._costs.start_seconds if planned.choices else 0.0
@@ -204,7 +222,7 @@ class Advisor:
         return plan_frontier(
             self._planner,
             prices,
-            budgets_along(self._budget_bytes, lowest, highest),
+            budgets_along(self._budget_of_frontier(lowest, highest), lowest, highest),
             limit_of=self._peaks.highest_forecast,
             estimate=estimate,
         )

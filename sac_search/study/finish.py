@@ -58,7 +58,7 @@ def confirm(
     confirmation = store.confirmation
     if confirmation is None or confirmation.keys != keys or not confirmation.is_whole:
         policies = [c.policy for c in compared.values()]
-        found = measurer.compare(policies, _enough_steps(finalists, steps))
+        found = measurer.compare(policies, enough_steps(finalists, steps))
         outcomes = dict(zip(keys, found, strict=True))
         # Where no finalist runs, though all of them did, the moment is a bad one (another process
         # fills the device): the figures stay as they were. The ends keep theirs in any case.
@@ -74,7 +74,7 @@ def confirm(
     ]
 
 
-def _enough_steps(finalists: Sequence[Candidate], steps: int) -> int:
+def enough_steps(finalists: Sequence[Candidate], steps: int) -> int:
     """Returns how many steps make the finalists' noise small, going by that of their trials."""
     measured = [c.measurement for c in finalists if c.measurement is not None]
     wanted = [m.steps * (m.step_noise_fraction / _NOISE_WANTED_FRACTION) ** 2 for m in measured]

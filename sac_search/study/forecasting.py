@@ -16,8 +16,9 @@ from sac_search.profile import Profile
 from sac_search.records import Evidence, Measurement, Outcome
 from sac_search.space import Choices, SearchSpace
 from sac_search.study.baselines import FULL, NONE, baselines
-from sac_search.study.candidate import Candidate, rank
+from sac_search.study.candidate import Candidate
 from sac_search.study.finish import Winner
+from sac_search.study.goal import GoalKind, Limits
 from sac_search.study.insights import (
     FrontierEstimate,
     Insights,
@@ -25,6 +26,7 @@ from sac_search.study.insights import (
     plan_frontier,
     price_list,
 )
+from sac_search.study.least_memory import least_plan
 from sac_search.study.measurer import Measurer, dry_runs, profile_of
 from sac_search.study.store import StudyStore
 
@@ -74,12 +76,15 @@ class ForecastStudy:
             if choices is not None:  # a policy that counts calls has no price
                 self._add(baseline.name, baseline.policy, choices, is_baseline=True)
         named = {candidate.name: candidate for candidate in self._found.values()}
-        best = named.get(NONE)
-        if best is None or not best.fits(self._limit_bytes):
+        best, goal = named.get(NONE), self._store.goal
+        if best is None or not best.fits(self._limit_bytes) or not goal.is_met_by_none:
             self._add_plans()
-            ranked = rank(self._found.values(), self._limit_bytes)
+            limits = Limits(budget_bytes=self._limit_bytes, none_seconds=self._none_seconds)
+            ranked = goal.rank(self._found.values(), limits)
             best = ranked[0] if ranked else None
-        bound = self._planner.bound(self._limit_bytes, self._prices)
+        bound = None
+        if goal.is_met_by_none:
+            bound = self._planner.bound(self._limit_bytes, self._prices)
         self._store.write("bound_overhead_seconds", bound)
         self._store.write("insights", self._insights())
         self._store.write("winner", best.policy.key if best is not None else None)
@@ -90,19 +95,39 @@ class ForecastStudy:
         return round((1 - RESERVE_FRACTION) * self._store.budget_bytes)
 
     def _add_plans(self) -> None:
-        for fraction in _PLAN_FRACTIONS:
-            planned = self._planner.plan(round(fraction * self._store.budget_bytes), self._prices)
+        goal = self._store.goal
+        for fraction in _PLAN_FRACTIONS if goal.is_met_by_none else goal.plan_fractions:
+            planned = self._plan(fraction)
             if planned is not None and planned.policy.key not in self._found:
                 name = f"plan at {fraction:.0%}"
                 self._add(name, planned.policy, planned.choices, is_baseline=False)
 
+    def _plan(self, fraction: float) -> PlannedPolicy | None:
+        if self._store.goal.kind is GoalKind.PARETO:
+            lowest, highest = self._forecast_ends
+            limit = min(self._limit_bytes, round(lowest + fraction * (highest - lowest)))
+            return self._planner.plan(limit, self._prices)
+        most_fraction = self._store.goal.max_overhead_fraction
+        if most_fraction is None:
+            budget_bytes = round(fraction * self._store.budget_bytes)
+            return self._planner.plan(budget_bytes, self._prices)
+        lowest, highest = self._forecast_ends
+        ends = (lowest, max(lowest, min(highest, self._limit_bytes)))
+        most_seconds = fraction * most_fraction * self._none_seconds
+        return least_plan(self._planner, self._prices, most_seconds, ends)
+
+    @property
+    def _forecast_ends(self) -> tuple[int, int]:
+        least, most = self._profile.least_kept, self._profile.most_kept
+        return max(least.phase_peak_bytes.values()), max(most.phase_peak_bytes.values())
+
     def _insights(self) -> Insights:
         """Returns what rates say of costs, and the trade-off as far as it is planned in time."""
         saves, layers = price_list(self._profile, self._prices)
-        lowest, highest = (
-            round(max(sample.phase_peak_bytes.values()) / (1 - RESERVE_FRACTION))
-            for sample in (self._profile.least_kept, self._profile.most_kept)
-        )
+        lowest, highest = (round(end / (1 - RESERVE_FRACTION)) for end in self._forecast_ends)
+        budget_bytes = self._store.budget_bytes
+        if not self._store.goal.is_met_by_none:
+            budget_bytes = min(budget_bytes, highest)
 
         def estimate(budget_bytes: int, planned: PlannedPolicy) -> FrontierEstimate:
             return FrontierEstimate(
@@ -115,7 +140,7 @@ class ForecastStudy:
         frontier = plan_frontier(
             self._planner,
             self._prices,
-            budgets_along(self._store.budget_bytes, lowest, highest),
+            budgets_along(budget_bytes, lowest, highest),
             limit_of=lambda budget_bytes: round((1 - RESERVE_FRACTION) * budget_bytes),
             estimate=estimate,
         )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
 from optuna.trial import FrozenTrial, TrialState
 
+from sac_search.study.goal import SPEED
 from sac_search.study.storage import storage_errors_named
 from sac_search.study.store import StudyStore
 
@@ -33,6 +34,8 @@ def importances(store: StudyStore) -> tuple[Importance, ...]:
     By PED-ANOVA over the trials that ended: how differently the best quarter of them decides, or
     all that fit where those are fewer. What does not fit counts as slower than all that does.
     """
+    if store.goal != SPEED:
+        return ()  # they are of a policy's speed
     with storage_errors_named(store.label):
         trials = store.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
     found = [(trial, store.trial_candidate(trial)) for trial in trials]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ from sac_search.policy import Policy, policy_document
 from sac_search.records import SCHEMA_VERSION, Environment, Evidence, Phase, Verification
 from sac_search.study.baselines import COMPILE, FULL, NONE
 from sac_search.study.candidate import Candidate
+from sac_search.study.front import pareto_front, spot_of
+from sac_search.study.goal import SPEED, Goal, Limits
 from sac_search.study.insights import Insights
 from sac_search.study.timelines import PolicyTimeline
 from sac_search.trace import LayerTrace
@@ -63,13 +65,20 @@ class SearchResult:
     """Its report; None where none was written."""
     timelines: tuple[PolicyTimeline, ...] = ()
     """Memory over one step: of no and full checkpointing and the winner, where it is known."""
+    goal: Goal = SPEED
+    """What was searched for."""
+    verifications: Mapping[str, Verification] = field(default_factory=dict)
+    """What was verified, passed or not, by the keys of the policies."""
+    none_estimate_seconds: float | None = None
+    """The step without checkpointing by the planner, where overheads are limited and it does not
+    run; None everywhere else."""
 
     @property
     def policy(self) -> Policy:
         """The winner's policy.
 
         Raises:
-            ValueError: nothing fits the budget.
+            ValueError: nothing is within the limits.
         """
         if self.best is None:
             raise ValueError("no policy fits the budget")
@@ -108,6 +117,47 @@ class SearchResult:
             return None
         return none.step_seconds + self.bound_overhead_seconds
 
+    @property
+    def limits(self) -> Limits:
+        """What candidates are held against."""
+        none = self.none
+        none_seconds = None if none is None else none.step_seconds
+        return Limits(
+            budget_bytes=self.budget_bytes,
+            none_seconds=self.none_estimate_seconds if none_seconds is None else none_seconds,
+        )
+
+    def fits(self, candidate: Candidate) -> bool:
+        """Returns whether a candidate is within the study's limits."""
+        return self.goal.fits(candidate, self.limits)
+
+    def is_verified(self, candidate: Candidate) -> bool:
+        """Returns whether a candidate's gradients were compared and are right."""
+        verification = self.verifications.get(candidate.policy.key)
+        return verification is not None and verification.passed
+
+    def was_rejected(self, candidate: Candidate) -> bool:
+        """Returns whether a candidate's gradients were compared and are wrong."""
+        verification = self.verifications.get(candidate.policy.key)
+        return verification is not None and not verification.passed
+
+    def front(self) -> list[Candidate]:
+        """Returns the verified policies that none of them beats, and what could beat those.
+
+        The least peak first. Measured once, a policy may be on the front by luck, so it pushes no
+        verified one aside.
+        """
+        sound = [c for c in self.candidates if not self.was_rejected(c)]
+        verified = pareto_front([c for c in sound if self.is_verified(c)], self.budget_bytes)
+        others = [c for c in pareto_front(sound, self.budget_bytes) if not self.is_verified(c)]
+        return sorted([*verified, *others], key=lambda c: spot_of(c).peak_bytes)
+
+    def estimated_overhead_of(self, candidate: Candidate) -> float | None:
+        """Returns the overhead against the planner's estimate; None where it can be measured."""
+        if self.overhead_of(candidate) is not None or self.none_estimate_seconds is None:
+            return None
+        return self.goal.overhead_of(candidate, self.limits)
+
     def overhead_of(self, candidate: Candidate) -> float | None:
         """Returns the step time above that without checkpointing, as a fraction of it."""
         none = self.none
@@ -143,7 +193,7 @@ def to_document(result: SearchResult) -> dict[str, Any]:
     """
     best = None
     if result.best is not None:
-        best = _entry(result.best, result.budget_bytes) | {
+        best = _entry(result.best, result) | {
             "overhead": result.overhead_of(result.best),
             "checkpointed_layers": len(result.best.policy.layers),
         }
@@ -153,8 +203,8 @@ def to_document(result: SearchResult) -> dict[str, Any]:
         "evidence": str(result.evidence),
         "budget_bytes": result.budget_bytes,
         "environment": records.to_builtins(result.environment),
-        "baselines": [_entry(c, result.budget_bytes) for c in result.candidates if c.is_baseline],
-        "trials": [_entry(c, result.budget_bytes) for c in result.candidates if not c.is_baseline],
+        "baselines": [_entry(c, result) for c in result.candidates if c.is_baseline],
+        "trials": [_entry(c, result) for c in result.candidates if not c.is_baseline],
         "best": best,
         "lower_bound_seconds": result.lower_bound_seconds,
         "floor_bytes": result.floor_bytes,
@@ -173,13 +223,15 @@ def _verification(verification: Verification | None) -> dict[str, Any] | None:
     }
 
 
-def _entry(candidate: Candidate, budget_bytes: int) -> dict[str, Any]:
+def _entry(candidate: Candidate, result: SearchResult) -> dict[str, Any]:
     measurement, failure = candidate.measurement, candidate.failure
     if measurement is None:
         assert failure is not None
         state, reason = "failed", f"{failure.kind}: {failure.message}"
-    elif candidate.fits(budget_bytes):
+    elif result.fits(candidate):
         state, reason = "fits", None
+    elif candidate.fits(result.budget_bytes):
+        state, reason = "too slow", None
     else:
         state, reason = "over budget", None
     return {

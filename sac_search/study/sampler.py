@@ -36,6 +36,8 @@ class SamplerName(enum.StrEnum):
     """Gaussian process with the constraint in its acquisition function."""
     TPE = "tpe"
     """Tree-structured Parzen estimator."""
+    NSGA2 = "nsga2"
+    """Genetic algorithm; meant for several objectives at once."""
     RANDOM = "random"
     """Uniform draws: what any sampler has to beat."""
 
@@ -178,6 +180,8 @@ def make_sampler(
             return optuna.samplers.TPESampler(
                 seed=seed, multivariate=True, n_startup_trials=startup_trials
             )
+        if name is SamplerName.NSGA2:
+            return optuna.samplers.NSGAIISampler(seed=seed, population_size=startup_trials)
         return optuna.samplers.RandomSampler(seed=seed)
 
 

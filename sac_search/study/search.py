@@ -17,11 +17,18 @@ from sac_search.policy import Policy, checkpoint_layers
 from sac_search.profile import Profile
 from sac_search.records import Failure, FailureKind, Outcome
 from sac_search.space import Assignment, Choices, RunMode, SearchSpace
+from sac_search.study.advising import ADVISORS
 from sac_search.study.advisor import Advisor
 from sac_search.study.baselines import FULL, NONE, RECOMPUTE_ALL, Baseline, baselines
 from sac_search.study.candidate import Candidate, drift_free_seconds, rank
 from sac_search.study.dashboard import readable_policy
-from sac_search.study.finish import describe_rejected, known_as_wrong, verified
+from sac_search.study.finish import (
+    describe_rejected,
+    known_as_wrong,
+    verified,
+    with_confirmed_figures,
+)
+from sac_search.study.goal import Limits, Told
 from sac_search.study.measurer import Measurer, dry_runs, profile_of
 from sac_search.study.neighbours import neighbour
 from sac_search.study.running import (
@@ -43,16 +50,12 @@ from sac_search.study.sampler import (
 from sac_search.study.sharing import Alone, Membership
 from sac_search.study.stopping import WINDOW, has_converged
 from sac_search.study.storage import storage_errors_named
-from sac_search.study.store import CONSTRAINT, StudyStore, TrialReader, name_of_trial
+from sac_search.study.store import StudyStore, TrialReader, name_of_trial
 
-# A trial without figures is told as this many times the reference step: worse than full
-# checkpointing can be, so that samplers turn away from it.
-_FAILED_STEP_FACTOR = 2.0
-# Budgets to plan for, in parts of the study's.
-_PLAN_FRACTIONS = (1.0, 0.95, 0.9, 1.05, 1.1)
 _SMALLEST_FORECAST_ERROR = 0.01
 # Where the planner has nothing new, the neighbourhood of so many is searched.
 _BEST_TO_LOOK_AROUND = 3
+_BEST_TO_BEGIN_AT = 5
 # After so many proposals in a row that were measured before, a neighbour of the best is taken.
 _PATIENCE_WITH_REPEATS = 3
 # After so many proposals in a row that were ruled out by forecast there is nothing left that fits.
@@ -98,6 +101,8 @@ class Search:
     """Told of every new candidate and of the trials done so far."""
     on_note: Callable[[str], None] = lambda text: None
     """Told what the user should know."""
+    on_estimate: Callable[[float], None] = lambda none_seconds: None
+    """Told of the step without checkpointing where it is estimated, since it does not run."""
     membership: Membership = field(default_factory=Alone)
     """Its part among the searches of the study."""
     _deadline: float | None = None
@@ -120,21 +125,37 @@ class Search:
             self.store.write("is_compiled_only", True)
             self.store.__dict__.pop("is_compiled_only", None)
         self._reader = TrialReader(self.store)
-        self._known = {c.policy.key: c for c in self.store.candidates()}
+        self._known = {c.policy.key: c for c in self._stored()}
         self._asked = self._assignments_asked()
         if self.space.size <= _LISTABLE_SIZE:
             self._listed = {self.space.policy_for(a).key: a for a in self.space.assignments()}
         if self.settings.timeout_seconds is not None:
             self._deadline = time.monotonic() + self.settings.timeout_seconds
 
+    def _stored(self) -> list[Candidate]:
+        """Returns what the study has; for a limit on the overhead with the best figures it has."""
+        candidates = self.store.candidates()
+        if self.store.goal.is_met_by_none:
+            return candidates
+        return with_confirmed_figures(self.store, candidates)
+
+    def go_on(self) -> str:
+        """Searches on by what was measured side by side meanwhile. Returns why it stopped."""
+        self._known = {c.policy.key: c for c in self._stored()}
+        self._stop_reason = ""
+        self.store.write("is_exhausted", False)
+        return self.run_trials()
+
     def measure_first(self) -> dict[str, Candidate]:
         """Measures full and no checkpointing, which tell whether there is anything to search.
 
         Full first: it fits if anything does, so its time is there when a failure is to be told.
         """
-        self._known.update((c.policy.key, c) for c in self.store.candidates())
+        self._known.update((c.policy.key, c) for c in self._stored())
         ends = {b.name: b for b in baselines(self.space) if b.name in (NONE, FULL)}
-        for name in (FULL, NONE):
+        # Overheads are held against no checkpointing, so where they are limited it goes before.
+        is_limited = self.store.goal.max_overhead_fraction is not None
+        for name in (NONE, FULL) if is_limited else (FULL, NONE):
             if name in ends:
                 self._measure_baseline(ends[name])
         return {c.name: c for c in self._known.values() if c.name in (NONE, FULL)}
@@ -155,7 +176,7 @@ class Search:
         for baseline in baselines(self.space):
             if baseline.name == RECOMPUTE_ALL:
                 self._measure_baseline(baseline)
-        for fraction in _PLAN_FRACTIONS:
+        for fraction in self.store.goal.plan_fractions:
             advisor = self._ready_advisor()
             if advisor is None or self._is_out_of_time():
                 return
@@ -167,7 +188,9 @@ class Search:
             self._measure_plan(f"plan at {fraction:.0%}", planned.choices)
         # Without a policy function there is less that prices may be wrong about.
         advisor = self._ready_advisor()
-        subset = advisor.layer_subset() if advisor is not None else None
+        subset = None
+        if advisor is not None and self.store.goal.has_budget:
+            subset = advisor.layer_subset()
         if subset and not self._is_out_of_time():
             self._measure_plan("layer subset", subset)
         self.store.write("has_plans", True)
@@ -229,7 +252,24 @@ class Search:
             if not self._is_out_of_time():
                 self._measure_baseline(baseline)
                 until([c for c in self._known.values() if c.is_baseline])
+        if self._has_news:
+            self.estimate_none()
         self.measure_compiled_plans()
+
+    def estimate_none(self) -> bool:
+        """Estimates the step without checkpointing where a goal needs it and it does not run.
+
+        Returns whether it is known by then. The more was measured, the better the estimate.
+        """
+        none = next((c for c in self._known.values() if c.name == NONE), None)
+        if self.store.goal.max_overhead_fraction is None or none is None or none.failure is None:
+            return True
+        advisor = self._ready_advisor(self.space.run_modes[0])
+        if advisor is None or all(c.measurement is None for c in self._known.values()):
+            return False
+        self.store.write("none_estimate_seconds", advisor.none_seconds)
+        self.on_estimate(advisor.none_seconds)
+        return True
 
     def run(self) -> str:
         """Measures plans and baselines, and searches. Returns why it stopped."""
@@ -281,7 +321,7 @@ class Search:
         elif self._ruled_out >= _PATIENCE_WITH_RULED_OUT:
             self._stop_reason = f"the last {self._ruled_out} proposals were over by forecast"
         elif self.settings.sampler.plans and self.store.is_exhausted:
-            self._stop_reason = "nothing that could be faster is left to measure"
+            self._stop_reason = f"nothing that could {self.store.goal.gain} is left to measure"
         elif self._has_converged(trials):
             self._stop_reason = f"no gain beyond the noise in the last {WINDOW} trials"
         return bool(self._stop_reason)
@@ -309,13 +349,14 @@ class Search:
         if self._profile is None:
             return None
         if mode not in self._advisors:
-            self._advisors[mode] = Advisor(
+            self._advisors[mode] = ADVISORS[self.store.goal.kind](
                 space=self.space,
                 profile=self._profile,
                 dry_run=dry_runs(self.measurer),
                 budget_bytes=self.store.budget_bytes,
                 greedy=self.settings.sampler is SamplerName.GREEDY,
                 mode=mode,
+                goal=self.store.goal,
             )
         self._advisors[mode].learn(self._known.values())
         return self._advisors[mode]
@@ -368,9 +409,12 @@ class Search:
         if advisor is None:
             return None
         alike = [c for c in candidates if self._mode_of(c) is mode]
-        best = rank(alike, budget_bytes)[:_BEST_TO_LOOK_AROUND]
+        best = self.store.goal.starts(alike, self._limits(), _BEST_TO_LOOK_AROUND)
         starts = [self._asked[c.policy.key] for c in best if c.policy.key in self._asked]
         return advisor.propose(taken, generator, starts)
+
+    def _limits(self) -> Limits:
+        return self.store.limits_for(self._known.values())
 
     def _mode_of(self, candidate: Candidate) -> RunMode:
         return self.space.mode_of(candidate.policy)
@@ -448,7 +492,7 @@ class Search:
 
     def _optimize(
         self,
-        objective: Callable[[optuna.Trial], float],
+        objective: Callable[[optuna.Trial], tuple[float, ...]],
         count: int | None,
         callbacks: list[Callable[[optuna.Study, optuna.trial.FrozenTrial], None]],
     ) -> None:
@@ -479,7 +523,7 @@ class Search:
                     if count is not None or self.is_finished():
                         return
 
-    def _propose(self, trial: optuna.Trial) -> float:
+    def _propose(self, trial: optuna.Trial) -> tuple[float, ...]:
         interrupts.raise_if_unseen()
         assignment = suggest_assignment(trial, self.space)
         policy = self.space.policy_for(assignment)
@@ -527,7 +571,7 @@ class Search:
 
     def _write(
         self, trial: optuna.Trial, policy: Policy, outcome: Outcome, *, is_new: bool
-    ) -> float:
+    ) -> tuple[float, ...]:
         self.store.keep_anchor(outcome)
         try:
             if is_new:
@@ -538,55 +582,59 @@ class Search:
                     outcome,
                     is_baseline="baseline" in trial.user_attrs,
                 )
-            seconds, excess_gib = self._told(outcome)
-            for name, value in self._readable(outcome, seconds).items():
+            told = self._told(outcome)
+            for name, value in self._readable(policy, outcome).items():
                 trial.set_user_attr(name, value)
             # The list under "constraints" is what optuna-dashboard (0.21) reads, the other is
             # Optuna's own.
-            trial.storage.set_trial_system_attr(trial._trial_id, "constraints", [excess_gib])
+            excesses = list(told.constraints.values())
+            trial.storage.set_trial_system_attr(trial._trial_id, "constraints", excesses)
             # Last of all: a completed trial without its constraint would count as feasible.
-            trial.set_constraint(CONSTRAINT, excess_gib)
+            for name, excess in told.constraints.items():
+                trial.set_constraint(name, excess)
         except optuna.exceptions.UpdateFinishedTrialError as error:
             # This process stood still for so long that another search took it for dead.
             self._was_given_up = True
-            self._write_anew(trial, outcome, is_new=is_new)
+            self._write_anew(trial, policy, outcome, is_new=is_new)
             raise _GivenUp from error
-        return seconds
+        return told.values
 
-    def _write_anew(self, trial: optuna.Trial, outcome: Outcome, *, is_new: bool) -> None:
+    def _write_anew(
+        self, trial: optuna.Trial, policy: Policy, outcome: Outcome, *, is_new: bool
+    ) -> None:
         """Writes what was measured as another trial, since this one has been ended."""
-        seconds, excess_gib = self._told(outcome)
         measured = {"outcome": records.to_builtins(outcome)} if is_new else {}
         self.store.add_trial(
-            seconds=seconds,
-            excess_gib=excess_gib,
+            told=self._told(outcome),
             parameters=trial.params,
             distributions=trial.distributions,
-            attributes=trial.user_attrs | measured | self._readable(outcome, seconds),
+            attributes=trial.user_attrs | measured | self._readable(policy, outcome),
         )
 
-    def _told(self, outcome: Outcome) -> tuple[float, float]:
-        """Returns the value and the constraint that the sampler learns from."""
+    def _told(self, outcome: Outcome) -> Told:
+        """Returns the values and the constraints that the sampler learns from."""
         anchor_seconds = self.store.anchor_seconds or 1.0
-        budget_bytes = self.store.budget_bytes
-        if outcome.failure is not None:
-            excess_bytes = budget_bytes
-            if outcome.failure.kind is FailureKind.FORECAST_OVER_BUDGET:
-                assert outcome.forecast_peak_bytes is not None
-                excess_bytes = outcome.forecast_peak_bytes - budget_bytes
-            return _FAILED_STEP_FACTOR * anchor_seconds, excess_bytes / units.GIB
-        seconds = drift_free_seconds(outcome, anchor_seconds)
-        assert seconds is not None and outcome.measurement is not None
-        return seconds, (outcome.measurement.peak_bytes - budget_bytes) / units.GIB
+        if self._limits().none_seconds is None:
+            self.estimate_none()
+        peaks = (c.measurement.peak_bytes for c in self._known.values() if c.measurement)
+        return self.store.goal.told(
+            outcome,
+            drift_free_seconds(outcome, anchor_seconds),
+            self._limits(),
+            anchor_seconds=anchor_seconds,
+            highest_peak_bytes=max(peaks, default=0),
+        )
 
-    def _readable(self, outcome: Outcome, seconds: float) -> dict[str, object]:
+    def _readable(self, policy: Policy, outcome: Outcome) -> dict[str, object]:
         measurement = outcome.measurement
         if measurement is None:
             assert outcome.failure is not None
             return {"outcome_text": f"{outcome.failure.kind}: {outcome.failure.advice}"}
-        fits = measurement.peak_bytes <= self.store.budget_bytes
+        seconds = drift_free_seconds(outcome, self.store.anchor_seconds or 1.0)
+        assert seconds is not None
+        candidate = Candidate(name="", policy=policy, outcome=outcome, step_seconds=seconds)
         readable: dict[str, object] = {
-            "outcome_text": "fits" if fits else "over the budget",
+            "outcome_text": self.store.goal.verdict(candidate, self._limits()),
             "peak_gib": round(measurement.peak_bytes / units.GIB, 4),
             "peak_phase": str(measurement.peak_phase),
         }
@@ -628,24 +676,15 @@ class Search:
         return False
 
     def _has_converged(self, trials: list[Candidate]) -> bool:
-        given = (c for c in self._known.values() if c.is_baseline or c.imported_from is not None)
-        before = rank(given, self.store.budget_bytes)
-        best = min((c.step_seconds for c in before if c.step_seconds is not None), default=None)
-        history: list[float | None] = []
-        noises = []
-        for candidate in trials:
-            if candidate.fits(self.store.budget_bytes):
-                assert candidate.step_seconds is not None and candidate.measurement is not None
-                best = min(candidate.step_seconds, best or candidate.step_seconds)
-                noises.append(candidate.measurement.step_noise_fraction)
-            history.append(best)
-        noise = sorted(noises)[len(noises) // 2] if noises else 0.0
-        return has_converged(history, noise)
+        before = [c for c in self._known.values() if c.is_baseline or c.imported_from is not None]
+        progress = self.store.goal.progress(before, trials, self._limits())
+        return has_converged(progress.history, progress.noise_fraction)
 
     def _enqueue_neighbour(self) -> bool:
         """Enqueues an unmeasured policy next to one of the best. Returns whether there is one."""
         generator = random.Random(f"{self.settings.seed} {len(self._known)}")  # noqa: S311
-        best = rank(self._known.values(), self.store.budget_bytes)[:5] or list(self._known.values())
+        known = list(self._known.values())
+        best = self.store.goal.starts(known, self._limits(), _BEST_TO_BEGIN_AT) or known
         starts = [self._asked[c.policy.key] for c in best if c.policy.key in self._asked]
         found = neighbour(self.space, starts, self._known, generator)
         if found is None:

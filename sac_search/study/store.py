@@ -11,7 +11,7 @@ import itertools
 import os
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,7 +29,9 @@ from sac_search.policy import Policy
 from sac_search.records import SCHEMA_VERSION, Bytes, Environment, Evidence, Outcome, Verification
 from sac_search.space import Decision
 from sac_search.study.attributes import joined_value, outdated_parts, split_value
+from sac_search.study.baselines import NONE
 from sac_search.study.candidate import Candidate, drift_free_seconds
+from sac_search.study.goal import BUDGET_CONSTRAINT, SPEED, Goal, Limits, Told
 from sac_search.study.insights import Insights
 from sac_search.study.sampler import WORKER
 from sac_search.study.storage import (
@@ -47,7 +49,7 @@ from sac_search.trace import LayerTrace
 BATCHES_MARK = "batches_schema_version"
 """The attribute of a study over batch sizes: see `batches`."""
 # The name of the constraint in every trial: at most zero when the policy fits.
-CONSTRAINT = "peak_over_budget_gib"
+CONSTRAINT = BUDGET_CONSTRAINT
 _REFERENCE_PREFIX = "baseline: "
 _FORECAST_PREFIX = "forecast: "
 
@@ -145,6 +147,24 @@ class StudyStore:
         return self._attribute("budget_bytes", Bytes)
 
     @functools.cached_property
+    def goal(self) -> Goal:
+        """What it is for; a study of a release that had no other goal is for speed."""
+        return self._optional("goal", Goal) or SPEED
+
+    @property
+    def none_estimate_seconds(self) -> float | None:
+        """The step without checkpointing by the planner; None where it ran, or is not needed."""
+        return self._optional("none_estimate_seconds", float)
+
+    def limits_for(self, candidates: Iterable[Candidate]) -> Limits:
+        """Returns what candidates are held against, by the figures of these."""
+        measured = (c.step_seconds for c in candidates if c.name == NONE)
+        none_seconds = next((s for s in measured if s is not None), None)
+        if none_seconds is None and self.goal != SPEED:
+            none_seconds = self.none_estimate_seconds
+        return Limits(budget_bytes=self.budget_bytes, none_seconds=none_seconds)
+
+    @functools.cached_property
     def environment(self) -> Environment:
         """The environment that its figures belong to."""
         return self._attribute("environment", Environment)
@@ -191,6 +211,11 @@ class StudyStore:
             if len(parts) > 1:
                 for part in outdated_parts(name, parts, self.study.user_attrs):
                     self.study.set_user_attr(part, "")
+
+    def replace_budget(self, budget_bytes: int) -> None:
+        """Gives a study without a budget what another device has."""
+        self.write("budget_bytes", budget_bytes)
+        self.__dict__.pop("budget_bytes", None)
 
     def replace_layers(self, layers: Sequence[LayerTrace]) -> None:
         """Gives a study that has not begun other traces of its layers."""
@@ -393,8 +418,7 @@ class StudyStore:
     def add_trial(
         self,
         *,
-        seconds: float | None,
-        excess_gib: float,
+        told: Told,
         parameters: dict[str, Any],
         distributions: dict[str, BaseDistribution],
         attributes: dict[str, Any],
@@ -403,13 +427,13 @@ class StudyStore:
         with storage_errors_named(self.label):
             self.study.add_trial(
                 optuna.create_trial(
-                    value=seconds,
+                    values=told.values,
                     params=parameters,
                     distributions=distributions,
                     user_attrs=attributes,
                     # As the search writes them: one for the dashboard, one for Optuna.
-                    system_attrs={"constraints": [excess_gib]},
-                    constraints={CONSTRAINT: excess_gib},
+                    system_attrs={"constraints": list(told.constraints.values())},
+                    constraints=told.constraints,
                 )
             )
 
@@ -486,6 +510,7 @@ def create_study(
     layers: Sequence[LayerTrace],
     series: str | None = None,
     evidence: Evidence = Evidence.MEASURED,
+    goal: Goal = SPEED,
     storage: str | None = None,
 ) -> StudyStore:
     """Makes a new study in `folder`, named like it; in `storage`, where one is given.
@@ -494,29 +519,47 @@ def create_study(
 
     Raises:
         StudyFileError: the file, or the storage, cannot be written.
+        StudyError: there is one of this name that holds something, and it is for another goal.
     """
     path = folder / DATABASE_NAME
     make_folder(folder)
     label = _label(folder, storage)
     with errors_named(label):
+        where = storage_at(path) if storage is None else shared_storage(storage)
         study = optuna.create_study(
-            storage=storage_at(path) if storage is None else shared_storage(storage),
+            storage=where,
             study_name=folder.name,
-            direction="minimize",
+            directions=goal.directions,
             load_if_exists=True,  # one that was killed before it had begun
         )
+        if len(study.directions) != len(goal.directions):  # and was for another goal
+            _refuse_begun(study, label)
+            optuna.delete_study(study_name=folder.name, storage=where)
+            study = optuna.create_study(
+                storage=where, study_name=folder.name, directions=goal.directions
+            )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            study.set_metric_names(["step_seconds"])
+            study.set_metric_names(list(goal.metric_names))
     store = StudyStore(study, path, label, is_shared=storage is not None)
     store.write("series", series or folder.name)
     store.write("budget_bytes", budget_bytes)
     store.write("environment", environment)
     store.write("layers", tuple(layers))
     store.write("evidence", evidence)
+    if goal != SPEED or "goal" in study.user_attrs:
+        store.write("goal", goal)
     # Last of all: a study without it was never begun.
     store.write("schema_version", SCHEMA_VERSION)
     return store
+
+
+def _refuse_begun(study: optuna.Study, label: str) -> None:
+    if "schema_version" in study.user_attrs or study.get_trials(deepcopy=False):
+        raise StudyError(
+            f"{label} holds a study {study.study_name!r} for another goal; add --fresh, or name "
+            "another one with --study"
+        )
 
 
 def open_study(folder: Path, storage: str | None = None) -> StudyStore:
@@ -627,6 +670,21 @@ def check_same(
             f"study {store.name!r} is about other layers ({len(known)}, now {len(asked)}; "
             f"{example} is in one of them only), since --layers or the workload's layers differ; "
             "add --fresh, or name another one with --study"
+        )
+
+
+def check_same_goal(store: StudyStore, goal: Goal) -> None:
+    """Refuses to continue a study for another goal.
+
+    Raises:
+        StudyError: the study is for another one; its trials were told other values.
+    """
+    if store.goal != goal:
+        budgets = ["" if g.has_budget else ", no budget" for g in (store.goal, goal)]
+        raise StudyError(
+            f"study {store.name!r} is for another goal ({store.goal.describe()}{budgets[0]}), not "
+            f"for this one ({goal.describe()}{budgets[1]}); add --fresh, or name another one with "
+            "--study"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from optuna.trial import FrozenTrial, TrialState
@@ -10,6 +11,7 @@ from optuna.trial import FrozenTrial, TrialState
 from sac_search import records, units
 from sac_search.errors import StudyError
 from sac_search.space import Decision
+from sac_search.study.baselines import NONE
 from sac_search.study.candidate import Candidate, drift_free_seconds
 from sac_search.study.dashboard import readable_policy
 from sac_search.study.storage import storage_errors_named
@@ -89,13 +91,14 @@ def _copy(other: StudyStore, store: StudyStore, known: set[str]) -> bool:
     with storage_errors_named(other.label):
         trials = other.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
     as_trials = {c.policy.key: t for t in trials if (c := other.trial_candidate(t)) is not None}
+    none = next((c for c in measured.values() if c.name == NONE), None)
     for key, candidate in measured.items():
         trial = as_trials.get(key)
         if trial is None and not candidate.is_baseline:
             continue  # measured in a trial that was killed before its end
         store.keep_anchor(candidate.outcome)
         if trial is not None:
-            _add_trial(store, candidate, trial, other.name)
+            _add_trial(store, candidate, trial, other.name, none)
         else:
             store.write_baseline(candidate.name, candidate.policy, candidate.outcome)
         known.add(key)
@@ -103,16 +106,31 @@ def _copy(other: StudyStore, store: StudyStore, known: set[str]) -> bool:
 
 
 def _add_trial(
-    store: StudyStore, candidate: Candidate, trial: FrozenTrial, other_name: str
+    store: StudyStore,
+    candidate: Candidate,
+    trial: FrozenTrial,
+    other_name: str,
+    none: Candidate | None,
 ) -> None:
     measurement, anchor_seconds = candidate.measurement, store.anchor_seconds
     assert measurement is not None and anchor_seconds is not None
-    excess_gib = (measurement.peak_bytes - store.budget_bytes) / units.GIB
+    seconds = drift_free_seconds(candidate.outcome, anchor_seconds)
+    own = replace(candidate, step_seconds=seconds)
+    limits = store.limits_for(
+        [] if none is None else [none.with_outcome(none.outcome, anchor_seconds)]
+    )
+    told = store.goal.told(
+        candidate.outcome,
+        seconds,
+        limits,
+        anchor_seconds=anchor_seconds,
+        highest_peak_bytes=measurement.peak_bytes,
+    )
     attributes = {
         "policy": records.to_builtins(candidate.policy),
         **readable_policy(candidate.policy),
         "outcome": records.to_builtins(candidate.outcome),
-        "outcome_text": "fits" if excess_gib <= 0 else "over the budget",
+        "outcome_text": store.goal.verdict(own, limits),
         "peak_gib": round(measurement.peak_bytes / units.GIB, 4),
         "imported_from": other_name,
     }
@@ -120,8 +138,7 @@ def _add_trial(
         if name in trial.user_attrs:
             attributes[name] = trial.user_attrs[name]
     store.add_trial(
-        seconds=drift_free_seconds(candidate.outcome, anchor_seconds),
-        excess_gib=excess_gib,
+        told=told,
         parameters=trial.params,
         distributions=trial.distributions,
         attributes=attributes,

@@ -283,8 +283,8 @@ def test_the_command_prints_both_on_paper(
         "one": ONE_RESULT,
         "other": make_result(best=TRIAL, environment=other_environment(torch_version="2.14.0")),
     }
-    monkeypatch.setattr(cli, "_find_study", lambda name, root: Path(name))
-    monkeypatch.setattr(cli.artifacts, "load_result", lambda folder: results[folder.name])
+    monkeypatch.setattr(cli, "_find_study", lambda name, root, storage: Path(name))
+    monkeypatch.setattr(cli.artifacts, "load_result", lambda folder, storage: results[folder.name])
 
     assert cli.main(["compare", "one", "other", "--root", str(tmp_path)]) == 0
 

@@ -648,8 +648,8 @@ def test_an_old_study_is_explained_as_far_as_it_goes(tmp_path: Path) -> None:
 def test_the_command_prints_the_format_that_is_asked_for(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, start: str
 ) -> None:
-    monkeypatch.setattr(cli, "_find_study", lambda study, root: Path(study))
-    monkeypatch.setattr(cli.artifacts, "load_result", lambda folder: RESULTS["prices"])
+    monkeypatch.setattr(cli, "_find_study", lambda study, root, storage: Path(study))
+    monkeypatch.setattr(cli.artifacts, "load_result", lambda folder, storage: RESULTS["prices"])
 
     assert cli.main(["explain", "gpt", "--format", name]) == 0
 

@@ -99,6 +99,33 @@ def test_the_dashboard_shows_the_study(tmp_path: Path) -> None:
     assert "backward" in full["peak_phase"]
 
 
+@pytest.mark.parametrize(
+    ("goal", "names"),
+    [
+        ({"minimize": "memory", "max_overhead": "20%"}, ["peak_gib"]),
+        ({"pareto": True}, ["step_seconds", "peak_gib"]),
+        ({"pareto": True, "budget_gb": 150 / 1024}, ["step_seconds", "peak_gib"]),
+    ],
+)
+def test_the_dashboard_opens_studies_of_other_goals(
+    goal: dict[str, Any], names: list[str], tmp_path: Path
+) -> None:
+    options = SearchOptions(
+        root=tmp_path, trials=3, sampler=SamplerName.RANDOM, tiers=1, report=False, **goal
+    )
+    run_search(ScriptedMeasurer(), "gpt", options, Listener())
+    storage = optuna.storages.RDBStorage(f"sqlite:///{tmp_path / 'gpt' / 'study.db'}")
+    app = optuna_dashboard.wsgi(storage)
+    found = get(app, "/api/studies")["study_summaries"][0]
+    study = get(app, f"/api/studies/{found['study_id']}")
+    assert study["objective_names"] == names
+    assert study["directions"] == ["minimize" for _ in names]
+    count = int("minimize" in goal) + int("budget_gb" in goal)
+    for trial in study["trials"]:
+        assert len(trial["values"]) == len(names)
+        assert len(trial["constraints"]) == count
+
+
 def test_trials_say_what_is_checkpointed_and_saved() -> None:
     tiers = (Tier(classes=("matmul", "attention"), ops=("aten.mm.default",)), Tier())
     layers = tuple(LayerChoice(name=f"h.{i}", tier=i % 2) for i in range(4))

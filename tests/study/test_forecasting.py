@@ -28,6 +28,8 @@ from sac_search.study.baselines import FULL, NONE, RECOMPUTE_ALL, TORCHTITAN
 from sac_search.study.candidate import Candidate
 from sac_search.study.finish import Winner
 from sac_search.study.forecasting import RESERVE_FRACTION, ForecastStudy
+from sac_search.study.front import pareto_front
+from sac_search.study.goal import Goal, GoalKind, peak_of
 from sac_search.study.store import StudyStore, create_study, open_study
 
 BUDGET_BYTES = 120 * MIB
@@ -202,3 +204,29 @@ def test_a_search_for_another_budget_leaves_the_forecasts_alone(tmp_path: Path) 
         run_search(measurer(), "gpt", options, Listener())
     assert load_result(tmp_path / "gpt") == before
     assert before.best is not None
+
+
+# --- other goals ----------------------------------------------------------------------------------
+
+
+def test_the_least_peak_is_forecast_within_its_limit() -> None:
+    script = measurer()
+    goal = Goal(kind=GoalKind.MEMORY, max_overhead_fraction=0.05, has_budget=False)
+    store = memory_store(script, 2**34, goal)
+    best = forecast(script, store).best
+    assert best is not None and best.step_seconds is not None
+    assert best.step_seconds <= 1.05 * script.step_seconds(NO_CHECKPOINTING)
+    within = [c for c in store.forecasts() if goal.fits(c, store.limits_for(store.forecasts()))]
+    assert peak_of(best) == min(map(peak_of, within)) < script.peak_bytes(NO_CHECKPOINTING)
+    assert store.bound_overhead_seconds is None
+
+
+def test_a_front_is_forecast_from_full_to_no_checkpointing() -> None:
+    script = measurer()
+    store = memory_store(script, 2**34, Goal(kind=GoalKind.PARETO, has_budget=False))
+    best = forecast(script, store).best
+    assert best is not None and best.policy == NO_CHECKPOINTING
+    front = pareto_front(store.forecasts(), 2**34)
+    assert len(front) >= 5
+    assert peak_of(front[0]) == min(peak_of(c) for c in store.forecasts())
+    assert front[-1].policy == NO_CHECKPOINTING

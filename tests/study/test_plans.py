@@ -23,7 +23,8 @@ from sac_search.study import search as search_module
 from sac_search.study.baselines import BASELINE_NAMES, FULL, NONE, RECOMPUTE_ALL
 from sac_search.study.candidate import rank
 from sac_search.study.sampler import SamplerName
-from sac_search.study.search import CONSTRAINT, Search
+from sac_search.study.search import Search
+from sac_search.study.store import CONSTRAINT
 
 BUDGET_BYTES = 120 * MIB
 RANDOM = SamplerName.RANDOM
