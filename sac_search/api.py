@@ -196,8 +196,8 @@ def throughput_spec(
         )
     if options.goal != SPEED or options.budget_bytes is None:
         raise UsageError(
-            "--maximize throughput is a goal of its own, under a budget: add --budget-gb, and leave "
-            "--minimize and --pareto out"
+            "--maximize throughput is a goal of its own, under a budget: add --budget-gb, and "
+            "leave --minimize and --pareto out"
         )
     sizes = parse_batch_sizes(batch_sizes)
     require_file(spec)
