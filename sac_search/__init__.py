@@ -18,18 +18,21 @@ from sac_search.policy import Policy
 from sac_search.workload import Workload
 
 if TYPE_CHECKING:
-    from sac_search.api import search
+    from sac_search.api import search, search_throughput
     from sac_search.auto import AppliedPolicy, auto_checkpoint, remove_checkpointing
     from sac_search.options import SearchOptions
     from sac_search.study.result import SearchResult
+    from sac_search.study.throughput_result import ThroughputResult
 
 __all__ = [
     "search",
+    "search_throughput",
     "auto_checkpoint",
     "remove_checkpointing",
     "Workload",
     "SearchOptions",
     "SearchResult",
+    "ThroughputResult",
     "AppliedPolicy",
     "Policy",
     "SacSearchError",
@@ -43,11 +46,13 @@ __all__ = [
 
 _PLACES = {
     "search": "sac_search.api",
+    "search_throughput": "sac_search.api",
     "auto_checkpoint": "sac_search.auto",
     "remove_checkpointing": "sac_search.auto",
     "AppliedPolicy": "sac_search.auto",
     "SearchOptions": "sac_search.options",
     "SearchResult": "sac_search.study.result",
+    "ThroughputResult": "sac_search.study.throughput_result",
 }
 
 

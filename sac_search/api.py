@@ -7,7 +7,8 @@ import dataclasses
 import inspect
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,18 @@ from sac_search.pipeline import run_forecast, run_search, study_folder
 from sac_search.rates import default_rates, find_rates
 from sac_search.recipe import parse_recipe
 from sac_search.state import training_state_kept
+from sac_search.study.allocation import AUTO, parse_batch_sizes
 from sac_search.study.candidate import Candidate
-from sac_search.study.goal import GoalKind
+from sac_search.study.goal import SPEED, GoalKind
 from sac_search.study.result import SearchResult
 from sac_search.study.sharing import is_shared
 from sac_search.study.store import make_folder
+from sac_search.study.throughput_result import ThroughputResult
+from sac_search.throughput import run_throughput
 from sac_search.worker.client import Isolation, WorkerClient
+from sac_search.worker.group import current_group
 from sac_search.worker.process import IN_WORKER
+from sac_search.worker.scout import Scout
 from sac_search.worker.session import Session, SessionSettings, set_threads
 from sac_search.workload import (
     BUILTIN_SPEC,
@@ -131,6 +137,110 @@ def search_spec(
         isolation=options.isolate,
     ) as client:
         return run_search(client, name, options, listener, folder)
+
+
+def search_throughput(
+    workload: str | Callable[..., Workload],
+    *,
+    budget_gb: float,
+    batch_sizes: str | Iterable[int] = AUTO,
+    listener: Listener | None = None,
+    **options: Any,
+) -> ThroughputResult:
+    """Finds the batch size and the policy with the most samples per second under the budget.
+
+    `workload` is a factory at the top level of a file that takes `batch_size`, or its place
+    (`train.py:workload`). `batch_sizes` are those to look at, or `"auto"`: powers of two and then
+    sizes between the best of them, as far as the forecast allows. `options` are the fields of
+    `SearchOptions`; `trials` are those of all sizes together.
+
+    Raises:
+        NoPolicyFits: nothing fits the budget at any batch size.
+        WorkloadError: the workload itself fails, or does not do what a batch size asks for.
+        UsageError: an argument cannot be used, or the study is of another environment.
+    """
+    if os.environ.get(IN_WORKER):
+        raise UsageError(
+            "search_throughput() was called while a worker imported this file to find its "
+            "workload; put the call under if __name__ == '__main__':"
+        )
+    spec = workload if isinstance(workload, str) else _spec_of(workload)
+    if spec is None:
+        raise UsageError(
+            "search_throughput() builds the workload anew for each batch size, in a process of its "
+            "own, so it takes the place of a factory (train.py:workload), or a factory at the top "
+            "level of a file"
+        )
+    settings = _options(budget_gb, options)
+    return throughput_spec(spec, settings, batch_sizes, listener or _Silence())
+
+
+def throughput_spec(
+    spec: str, options: SearchOptions, batch_sizes: str | Iterable[int], listener: Listener
+) -> ThroughputResult:
+    """Searches batch size and policy of the workload that `spec` names, in worker processes."""
+    refuse_ranks_apart()
+    if current_group() is not None:
+        raise UsageError(
+            "batch sizes are searched in one process, not over ranks: search them without torchrun"
+        )
+    if options.goal != SPEED:
+        raise UsageError(
+            "batch sizes are searched for speed under a budget; leave --minimize, --max-overhead "
+            "and --pareto out, or search one --batch-size with them"
+        )
+    if options.compile is not Compile.OFF:
+        raise UsageError(
+            "batch sizes are searched for eager steps; leave --compile out, and search the best "
+            "batch size once more with it"
+        )
+    if options.batch_size is not None:
+        raise UsageError(
+            f"--batch-size {options.batch_size} leaves nothing to search; name the sizes with "
+            "--batch-sizes, or leave --maximize throughput out"
+        )
+    sizes = parse_batch_sizes(batch_sizes)
+    require_file(spec)
+    name = _study_name(options, f"{default_study_name(spec, options.budget_gb)}-throughput")
+    folder = study_folder(name, options)
+    make_folder(folder)
+    with _SizeWorkers(spec, options, folder) as workers:
+        return run_throughput(workers, name, options, sizes, listener)
+
+
+class _SizeWorkers:
+    """Worker processes of one workload at several batch sizes."""
+
+    def __init__(self, spec: str, options: SearchOptions, folder: Path) -> None:
+        self._spec = spec
+        self._options = options
+        assert options.budget_bytes is not None
+        rates = default_rates(options.budget_bytes)
+        settings = session_settings(spec, options, forecast_device=rates.name)
+        is_on_cpu = (options.device or "").startswith("cpu") or not torch.accelerator.is_available()
+        device = "cpu" if is_on_cpu else None
+        self._scout = Scout(replace(settings, device=device), folder / "forecast.log")
+
+    def __enter__(self) -> _SizeWorkers:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._scout.close()
+
+    def full_peak_bytes(self, batch_size: int) -> int | None:
+        """Returns the peak under full checkpointing by a dry run."""
+        return self._scout.full_peak_bytes(batch_size)
+
+    def open(self, batch_size: int, folder: Path) -> WorkerClient:
+        """Returns a worker; its process starts when it is first asked."""
+        # Forecasts hold no device, but memory of the machine.
+        self._scout.close()
+        return WorkerClient(
+            session_settings(self._spec, replace(self._options, batch_size=batch_size)),
+            folder / LOG_FILE,
+            trial_timeout_seconds=self._options.trial_timeout_seconds,
+            isolation=self._options.isolate,
+        )
 
 
 def forecast(

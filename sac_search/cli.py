@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import itertools
 import json
 import os
@@ -13,6 +14,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -36,6 +38,7 @@ from sac_search.arguments import (
     Storage,
     Threads,
 )
+from sac_search.batch_artifacts import load_throughput, write_throughput_report
 from sac_search.errors import SacSearchError, StudyError, UsageError, WorkloadError
 from sac_search.export import read_meta, require_writable, write_whole
 from sac_search.fleet.search import parse_parameters, parse_workers, search_with_workers
@@ -44,14 +47,23 @@ from sac_search.options import Compile, Minimize, SearchOptions
 from sac_search.report import comparison, facts, rows, terminal
 from sac_search.report.explain import explain as explain_result
 from sac_search.report.progress import SearchProgress
+from sac_search.report.throughput import (
+    size_rows,
+    throughput_closing_lines,
+    throughput_headline,
+)
 from sac_search.space import Granularity, LayerChoiceMode
+from sac_search.study import batches
+from sac_search.study.allocation import AUTO
 from sac_search.study.dashboard import HOST, attach_files, serve
 from sac_search.study.points_at import faster_at, result_at
 from sac_search.study.proxy import PROXY_HOST, serve_storage
 from sac_search.study.result import SearchResult, to_document
 from sac_search.study.sampler import SamplerName
-from sac_search.study.storage import PROXY_PORT, address_without_password, check_address
-from sac_search.study.store import list_studies, newest_folder, open_study
+from sac_search.study.storage import DATABASE_NAME, PROXY_PORT, address_without_password
+from sac_search.study.store import holds_batches, list_studies, newest_folder, open_study
+from sac_search.study.throughput_result import ThroughputResult
+from sac_search.study.throughput_result import to_document as to_throughput_document
 from sac_search.worker.client import Isolation, WorkerClient
 from sac_search.workload import BUILTIN_SPEC, require_file
 
@@ -60,6 +72,14 @@ _WIDTH_OF_FILES = 150
 # Behind a `--forecast` that names no device.
 _ANY_DEVICE = "any"
 _PROXY_IS_UP = "Searches reach the storage with --storage grpc://{}:{} now; Ctrl-C ends it."
+
+
+class Maximize(enum.StrEnum):
+    """What a search makes as large as can be, instead of making the step fast."""
+
+    THROUGHPUT = "throughput"
+    """Samples per second."""
+
 
 app = cyclopts.App(
     name="sac-search",
@@ -154,6 +174,14 @@ def search(
         Parameter(help="count: how many layers of each kind. each: a decision per layer."),
     ] = LayerChoiceMode.COUNT,
     batch_size: BatchSize = None,
+    maximize: Annotated[
+        Maximize | None,
+        Parameter(help="throughput: search the batch size, too, for the most samples per second."),
+    ] = None,
+    batch_sizes: Annotated[
+        str | None,
+        Parameter(help="Of --maximize throughput: 4,8,16, or auto (default), by the forecast."),
+    ] = None,
     granularity: Annotated[
         Granularity,
         Parameter(help="site: ops of each weight shape apart. class: all ops of a class together."),
@@ -230,6 +258,7 @@ def search(
         compile_mode=compile_mode,
         compile_dynamic=compile_dynamic,
     )
+    _refuse_batch_sizes(maximize, batch_sizes, forecast)
     progress = SearchProgress(
         Console(stderr=json_output),
         quiet=quiet or json_output,
@@ -237,6 +266,20 @@ def search(
         live=not no_progress,
         goal=options.goal,
     )
+    if maximize is not None:
+        if storage is not None or workers is not None:
+            raise UsageError(
+                "--maximize throughput searches one size after the other, on one device, in files "
+                "of its own; leave --storage and --workers out"
+            )
+        options = replace(options, device=_device_for(workload, device))
+        with progress:
+            found = api.throughput_spec(workload, options, batch_sizes or AUTO, progress)
+        if json_output:
+            print_text(json.dumps(to_throughput_document(found), indent=1))
+        else:
+            _print_throughput(found, quiet=quiet)
+        return INTERRUPTED if found.interrupted else 0
     if slurm is not None and workers is None:
         raise UsageError("--slurm is for --workers slurm:COUNT")
     if workers is not None:
@@ -316,8 +359,12 @@ def report(
     storage: Storage = None,
 ) -> int:
     """Write a study's report: one page with plots that opens in any browser, offline."""
-    folder = _find_study(study, root, storage)
+    folder = _find_any_study(study, root, storage)
     path = output or folder / artifacts.REPORT_FILE
+    if _is_over_sizes(folder):
+        write_throughput_report(load_throughput(folder), path)
+        print_text(f"{path}: open it in a browser; it needs no network.")
+        return 0
     store = open_study(folder, storage)
     artifacts.write_report(artifacts.load_result(folder, storage), store, path)
     print_text(f"{path}: open it in a browser; it needs no network.")
@@ -507,8 +554,9 @@ def dashboard(
     storage: Storage = None,
 ) -> int:
     """Open a study in optuna-dashboard, its policy and its report attached; Ctrl-C ends it."""
-    folder = _find_study(study, root, storage)
-    store = open_study(folder, storage)
+    folder = _find_any_study(study, root, storage)
+    is_over_sizes = _is_over_sizes(folder)
+    store = batches.open_batches(folder) if is_over_sizes else open_study(folder, storage)
     attach_files(store, [folder / artifacts.POLICY_FILE, folder / artifacts.REPORT_FILE])
     print_now(f"http://{HOST}:{port}/dashboard shows study {store.name!r}; Ctrl-C ends it.")
     with contextlib.suppress(KeyboardInterrupt):
@@ -543,7 +591,10 @@ def studies(
     entries, problems = [], []
     for folder in list_studies(root, storage):
         try:
-            entries.append(artifacts.load_result(folder, storage))
+            chosen = folder if storage is not None else batches.winner_folder(folder)
+            entry = artifacts.load_result(chosen, storage)
+            name = entry.study_name if chosen == folder else f"{folder.name}/{entry.study_name}"
+            entries.append(replace(entry, study_name=name))
         except StudyError as error:
             problems.append(str(error))
     if json_output:
@@ -676,17 +727,43 @@ def _temporary_client(workload: str, options: SearchOptions) -> Iterator[WorkerC
 
 
 def _find_study(study: str, root: Path, storage: str | None) -> Path:
-    if storage is not None:
-        check_address(storage)
-    elif os.path.isdir(study):
-        open_study(Path(study))
-        return Path(study)
-    folder = newest_folder(root, study, storage)
-    if folder is None:
+    """Returns the folder of a study; of one over batch sizes, that of the best size's study."""
+    found = _find_any_study(study, root, storage)
+    return found if storage is not None else batches.winner_folder(found)
+
+
+def _find_any_study(study: str, root: Path, storage: str | None) -> Path:
+    # The study of one batch size has a name of two parts: train-22gib-throughput/batch-8.
+    folders = [Path(study), *([root / study] if "/" in study else [])]
+    for folder in filter(os.path.isdir, folders if storage is None else []):
+        if not _is_over_sizes(folder):
+            open_study(folder)
+        return folder
+    found = newest_folder(root, study, storage)
+    if found is None:
         known = ", ".join(folder.name for folder in list_studies(root, storage)) or "none"
         where = _where(root, storage)
         raise UsageError(f"there is no study {study!r} in {where}; there are: {known}")
-    return folder
+    return found
+
+
+def _is_over_sizes(folder: Path) -> bool:
+    return holds_batches(folder / DATABASE_NAME)
+
+
+def _refuse_batch_sizes(
+    maximize: Maximize | None, batch_sizes: str | None, forecast: str | None
+) -> None:
+    if maximize is None and batch_sizes is not None:
+        raise UsageError(
+            f"--batch-sizes {batch_sizes} is for --maximize throughput; add that, or name one size "
+            "with --batch-size"
+        )
+    if maximize is not None and forecast is not None:
+        raise UsageError(
+            "--maximize throughput measures, so it cannot be forecast; leave --forecast out, or "
+            "forecast one --batch-size at a time"
+        )
 
 
 def _where(root: Path, storage: str | None) -> str:
@@ -707,6 +784,17 @@ def _shown(result: SearchResult, *, json_output: bool, quiet: bool) -> int:
     else:
         _print_result(result, quiet=quiet)
     return INTERRUPTED if result.interrupted else 0
+
+
+def _print_throughput(result: ThroughputResult, *, quiet: bool) -> None:
+    console = _output()
+    if not quiet:
+        console.print()
+        console.print(terminal.size_table(size_rows(result)))
+        console.print()
+    lines = throughput_headline(result)
+    for line in lines if quiet else [*lines, *throughput_closing_lines(result)]:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _print_result(result: SearchResult, *, quiet: bool) -> None:

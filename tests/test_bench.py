@@ -21,6 +21,7 @@ from sac_search.opclasses import OpClass
 from sac_search.planner import peak_of
 from sac_search.policy import NO_CHECKPOINTING, Compiled, Policy, checkpoint_layers
 from sac_search.records import Failure, FailureKind, Measurement, Outcome, Phase
+from sac_search.study.store import list_studies, open_study
 from sac_search.trace import LayerTrace, OpTrace
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
@@ -52,13 +53,7 @@ def clean_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     known = set(sys.modules)
     yield
-    for name in {
-        "_bench",
-        "bench_peers",
-        "bench_planner",
-        "bench_forecast",
-        "bench_report",
-    } - known:
+    for name in {"_bench", *(path.stem for path in SCRIPTS.glob("bench_*"))} - known:
         sys.modules.pop(name, None)
 
 
@@ -591,3 +586,65 @@ def test_a_page_is_timed_in_a_real_browser(tmp_path: Path) -> None:
     assert [row["screen"] for row in rows] == ["desk, 1440 x 900", "telephone, 390 x 844"]
     for row in rows:
         assert 0 < row["median_ready_seconds"] <= row["median_drawn_seconds"]
+
+
+def test_a_search_over_batch_sizes_is_held_against_the_grid() -> None:
+    bench = load("bench_throughput")
+
+    def point(size: int, rate: float, peak: int, *layers: str) -> Any:
+        return bench.Point(
+            batch_size=size,
+            policy=checkpoint_layers(layers),
+            samples_per_second=rate,
+            noise_fraction=0.03,
+            peak_bytes=peak,
+        )
+
+    found, best = point(8, 100.0, 900, "0"), point(16, 104.0, 1000, "0", "1")
+    grid = [point(8, 90.0, 500, "0", "1"), found, best, point(16, 130.0, 1001)]
+    held = bench.Held(
+        budget_bytes=1000,
+        search_measured=1,
+        search_seconds=9.0,
+        grid=grid,
+        grid_seconds=70.0,
+        found=found,
+        again=[found, best],
+        rates=[100.0, 99.0],
+    )
+    text = held.tables()
+    assert [p.samples_per_second for p in held.fitting] == [104.0, 100.0, 90.0]
+    assert "measured 1 policies in 9s, the grid 4 in 1m 10s: 25%" in text
+    assert "number 2 of the 3 that fit in the grid, whose best is +4.0% there" in text
+    assert "| search | 8 | 1 layer: recompute all | 100.0 | 100.0 | +0.0% | 0.000 GiB |" in text
+    assert "| grid | 16 | 2 layers: recompute all | 104.0 | 99.0 | -1.0% | 0.000 GiB |" in text
+    assert "| 16 | 1 of 2 | 104.0 | 2 layers: recompute all |" in text
+
+
+# --- bench_growth ---------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
+def test_trials_of_a_search_and_of_optuna_alone_are_timed_in_one_study(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    growth = load("bench_growth")
+    monkeypatch.setattr(growth.search_module, "has_converged", lambda history, noise: False)
+    storage = f"sqlite:///{tmp_path}/studies.db"
+
+    rows = growth.measure_study(storage, (20, 30), 1, tmp_path)
+
+    assert [(row.storage, row.trials) for row in rows] == [("sqlite", 20), ("sqlite", 30)]
+    for row in rows:
+        figures = (row.search_seconds, row.optuna_seconds, row.open_seconds, row.report_seconds)
+        assert min(figures) > 0
+        assert row.ratio == row.search_seconds / row.optuna_seconds
+    [name] = list_studies(tmp_path, storage)
+    trials = open_study(name, storage).study.get_trials(deepcopy=False)
+    assert len(trials) == 30 + 2 * growth.TRIALS_IN_A_ROUND
+    # What is timed stores as much: the same attributes, the same constraint.
+    searched, alone = trials[-2 * growth.TRIALS_IN_A_ROUND], trials[-1]
+    assert alone.user_attrs.keys() == trials[-growth.TRIALS_IN_A_ROUND - 1].user_attrs.keys()
+    assert alone.constraints.keys() == searched.constraints.keys()
+    table = growth.study_table(rows)
+    assert f"{rows[0].ratio:.2f}" in table

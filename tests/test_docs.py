@@ -302,6 +302,7 @@ _INTERNAL = {
 }
 # Parts of messages that are quoted under what they are a part of.
 _PARTS = {
+    "a part of … is missing",
     ", reentrantly, which takes no policy",
     "(its text cannot be made)",
     "; it has: …",

@@ -130,8 +130,8 @@ def test_the_same_command_continues_and_measures_nothing_anew(
 def test_a_worker_that_dies_loses_nothing(
     tmp_path: Path, train: str, paper: Path, alone: SearchResult, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # One of them dies with its 8th measurement, before that is written down.
-    monkeypatch.setattr(fleet, "start_local", dying_starter(fleet.start_local, monkeypatch, "8"))
+    # One of them dies with its second measurement, before that is written down.
+    monkeypatch.setattr(fleet, "start_local", dying_starter(fleet.start_local, monkeypatch, "2"))
     told = Listener()
     result = search_with_workers(
         train, options(tmp_path / "studies"), parse_workers("cpu,cpu"), told
@@ -454,7 +454,7 @@ def test_two_workers_search_a_real_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["--budget-gb", "0.08", "--root", str(tmp_path), "--workers", "cpu,cpu"]
-    assert cli.main([*command, "--study", "gpt", "--trials", "4", "--steps", "1"]) == 0
+    assert cli.main([*command, "--study", "gpt", "--trials", "8", "--steps", "1"]) == 0
     assert "every gradient are bitwise those of no checkpointing" in capsys.readouterr().out
     store = open_study(tmp_path / "gpt")
     workers = {trial.user_attrs["worker"] for trial in store.study.get_trials(deepcopy=False)}

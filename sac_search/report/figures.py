@@ -99,7 +99,7 @@ def trade_off(result: SearchResult) -> Figure:
                 "name": "planner's frontier" + (", eager" if result.compile_options else ""),
                 "x": [spot.peak_bytes / units.GIB for spot in spots],
                 "y": [spot.step_seconds * scale for spot in spots],
-                "hovertext": [_hover(spot.lines) for spot in spots],
+                "hovertext": [hover(spot.lines) for spot in spots],
                 "hoverinfo": "text",
                 "line": {"dash": "dot", "width": 2, "color": "--frontier"},
                 "marker": {"symbol": "diamond", "size": 6, "color": "--frontier"},
@@ -121,7 +121,7 @@ def trade_off(result: SearchResult) -> Figure:
     if bound_seconds is not None and math.isfinite(bound_seconds):
         shapes.append(_line(y=bound_seconds * scale, color="--bound"))
         notes.append(_note("planner's bound", y=bound_seconds * scale, color="--bound"))
-    layout = _layout(x="peak of the step, GiB", y=f"step time, {unit}")
+    layout = plot_layout(x="peak of the step, GiB", y=f"step time, {unit}")
     return {"data": traces, "layout": layout | {"shapes": shapes, "annotations": notes}}
 
 
@@ -134,7 +134,7 @@ def _policies(
         "name": str(group),
         "x": [point.peak_bytes / units.GIB for point in points],
         "y": [point.step_seconds * scale for point in points],
-        "hovertext": [_hover(point.lines) for point in points],
+        "hovertext": [hover(point.lines) for point in points],
         "hoverinfo": "text",
         "marker": marker,
     }
@@ -170,7 +170,7 @@ def memory_over_step(entry: PolicyTimeline, budget_bytes: int | None, highest_by
             "x": [at],
             "y": [peak_gib],
             "marker": {"symbol": "triangle-down", "size": 11, "color": "--text"},
-            "hovertext": [_hover((units.format_gib(timeline.peak_bytes), peak_name(timeline)))],
+            "hovertext": [hover((units.format_gib(timeline.peak_bytes), peak_name(timeline)))],
             "hoverinfo": "text",
         }
     )
@@ -186,7 +186,7 @@ def memory_over_step(entry: PolicyTimeline, budget_bytes: int | None, highest_by
         {
             "x": at,
             "y": peak_gib,
-            "text": _hover((f"peak {units.format_gib(timeline.peak_bytes)}", peak_name(timeline))),
+            "text": hover((f"peak {units.format_gib(timeline.peak_bytes)}", peak_name(timeline))),
             "showarrow": False,
             "xanchor": "right" if is_late else "left",
             "yanchor": "bottom",
@@ -201,7 +201,7 @@ def memory_over_step(entry: PolicyTimeline, budget_bytes: int | None, highest_by
         shapes.append(_line(y=budget_bytes / units.GIB, color="--budget"))
         top_bytes = max(highest_bytes, budget_bytes)
     shapes += [_line(x=span.first_op, color="--grid", dash="solid") for span in spans[1:]]
-    layout = _layout(x="ops that have run", y="live tensors, GiB")
+    layout = plot_layout(x="ops that have run", y="live tensors, GiB")
     layout["yaxis"]["range"] = [0, _HEADROOM * top_bytes / units.GIB]
     layout["xaxis"]["range"] = [0, length]
     layout |= {
@@ -247,12 +247,12 @@ def trials(result: SearchResult) -> Figure:
                 "name": str(ending),
                 "x": [point.number for point in alike],
                 "y": [scale * second for second in seconds],
-                "hovertext": [_hover((point.name, point.told)) for point in alike],
+                "hovertext": [hover((point.name, point.told)) for point in alike],
                 "hoverinfo": "text",
                 "marker": {"symbol": symbol, "size": 9, "color": color},
             }
         )
-    layout = _layout(x="policies, baselines first", y=f"step time, {unit}")
+    layout = plot_layout(x="policies, baselines first", y=f"step time, {unit}")
     if len(points) <= _FEW_POLICIES:
         layout["xaxis"]["dtick"] = 1  # or there would be ticks between one policy and the next
     return {"data": [trace for trace in traces if trace["x"]], "layout": layout}
@@ -261,7 +261,8 @@ def trials(result: SearchResult) -> Figure:
 # --- what all plots have --------------------------------------------------------------------------
 
 
-def _layout(*, x: str, y: str) -> dict[str, Any]:
+def plot_layout(*, x: str, y: str) -> dict[str, Any]:
+    """Returns what all plots have: axes of these titles, a legend above, the page's colors."""
     axis = {
         "gridcolor": "--grid",
         "linecolor": "--grid",
@@ -316,6 +317,7 @@ def _step_unit(seconds: Iterable[float]) -> tuple[float, str]:
     return (1.0, "s") if max(seconds, default=0.0) >= _LONG_STEP_SECONDS else (1e3, "ms")
 
 
-def _hover(lines: Iterable[str]) -> str:
+def hover(lines: Iterable[str]) -> str:
+    """Returns the text that hovers over a point, wrapped and escaped."""
     wrapped = (part for line in lines for part in textwrap.wrap(line, _HOVER_WIDTH) or [""])
     return "<br>".join(html.escape(part, quote=False) for part in wrapped)

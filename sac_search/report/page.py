@@ -83,7 +83,6 @@ def render_page(result: SearchResult, weights: Sequence[Importance] = ()) -> str
     Raises:
         UsageError: plotly is not installed.
     """
-    plotly = _packed_plotly()
     title = f"{result.study_name}: activation checkpointing"
     drawn = figures(result)
     parts = (
@@ -99,7 +98,16 @@ def render_page(result: SearchResult, weights: Sequence[Importance] = ()) -> str
         _environment(result),
         _reproduction(result),
     )
-    body = "\n".join(filter(None, parts))
+    return html_page(title, "\n".join(filter(None, parts)), drawn)
+
+
+def html_page(title: str, body: str, drawn: Mapping[str, Figure]) -> str:
+    """Returns a whole page around `body`, with the figures that it has places for.
+
+    Raises:
+        UsageError: plotly is not installed.
+    """
+    plotly = _packed_plotly()
     return f"""<!doctype html>
 <html lang="en">
 <head>

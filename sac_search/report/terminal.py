@@ -16,6 +16,7 @@ from sac_search.report.rows import (
     lack_of_winner,
     limit_text,
 )
+from sac_search.report.throughput import SIZE_COLUMNS, SizeRow
 from sac_search.study.result import SearchResult
 
 
@@ -110,6 +111,22 @@ def study_table(results: Sequence[SearchResult]) -> Table:
             policy,
         )
         table.add_row(*(Text(cell) for cell in cells))
+    return table
+
+
+def size_table(rows: Sequence[SizeRow]) -> Table:
+    """Returns the table of batch sizes; columns that nothing is known for are left out."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    shown = [n for n in range(len(SIZE_COLUMNS)) if any(row.cells[n] != "–" for row in rows)]
+    for number in shown:
+        name = SIZE_COLUMNS[number]
+        is_text = name in ("outcome", "policy")
+        table.add_column(
+            name, justify="left" if is_text else "right", overflow="fold", no_wrap=not is_text
+        )
+    for row in rows:
+        style = "bold green" if row.is_best else ""
+        table.add_row(*(Text(row.cells[number]) for number in shown), style=style)
     return table
 
 

@@ -37,6 +37,8 @@ _MOST_SECONDS = 20.0
 _DRY_RUNS = 3
 # Sums of bytes are lumpy: a plan for a little less may be another one, and as good.
 _SMALLEST_DRAWN_BUDGET = 0.97
+# Beliefs about costs that a bound is to hold under.
+_BOUND_DRAWS = 8
 # Neighbours of the best to dry-run, the most promising first.
 _MOST_NEIGHBOURS = 12
 
@@ -175,6 +177,19 @@ class Advisor:
         bound_seconds = self._planner.bound(limit, self._costs.prices())
         # Nothing that has to be checkpointed goes without the start; a bound of zero may.
         return bound_seconds and bound_seconds + self._costs.start_seconds
+
+    def lowest_overhead_seconds(self, generator: np.random.Generator) -> float | None:
+        """Returns the least of the bounds that several beliefs about costs lead to."""
+        limit = self._peaks.highest_forecast(self._budget_bytes)
+        beliefs = [self._costs.prices()]
+        beliefs += [self._costs.draw(generator) for _ in range(_BOUND_DRAWS)]
+        bounds = [self._planner.bound(limit, prices) for prices in beliefs]
+        return min((bound for bound in bounds if bound is not None), default=None)
+
+    @property
+    def recompute_seconds(self) -> float:
+        """What full checkpointing recomputes in one step, as traced."""
+        return self._profile.recompute_seconds
 
     def insights(self) -> Insights:
         """Returns what is believed of costs, and the trade-off as far as it is planned in time."""

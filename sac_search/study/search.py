@@ -6,7 +6,7 @@ import random
 import time
 import warnings
 from collections.abc import Callable, Container
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import optuna
@@ -282,6 +282,32 @@ class Search:
             self._optimize(self._propose, count=None, callbacks=[self._stop_when_finished])
         self._write_beliefs()
         return self._stop_reason
+
+    def run_some(self, count: int) -> str:
+        """Measures `count` further trials. Returns why there are fewer; nothing otherwise."""
+        self._stop_reason = ""
+        wanted = len(self.trial_candidates()) + count
+        self.settings = replace(self.settings, trials=wanted)
+        if self.settings.sampler.plans:
+            self._ready_advisor()  # or it would not be known that nothing can be planned
+        if not self.is_finished():
+            self._optimize(self._propose, count=None, callbacks=[self._stop_when_finished])
+        return "" if len(self.trial_candidates()) >= wanted else self._stop_reason
+
+    def lowest_overhead_seconds(self) -> float | None:
+        """Returns seconds above no checkpointing that hardly any policy goes under, if planned."""
+        advisor = self._ready_advisor() if self.settings.sampler.plans else None
+        generator = np.random.default_rng(self.settings.seed)
+        return None if advisor is None else advisor.lowest_overhead_seconds(generator)
+
+    def recompute_seconds(self) -> float | None:
+        """Returns what full checkpointing recomputes in one step, as traced, if planned."""
+        advisor = self._ready_advisor() if self.settings.sampler.plans else None
+        return None if advisor is None else advisor.recompute_seconds
+
+    def write_beliefs(self) -> None:
+        """Keeps in the study what is believed of costs, as at the end of a search."""
+        self._write_beliefs()
 
     def is_finished(self) -> bool:
         """Whether the study needs no further trials; the reason is then known."""

@@ -96,7 +96,12 @@ def check_address(url: str) -> None:
 
 
 def address_without_password(url: str) -> str:
-    """Returns the address as it may be shown and written down."""
+    """Returns the address as it may be shown and written down.
+
+    Raises:
+        UsageError: it cannot be one.
+    """
+    check_address(url)
     return sqlalchemy.make_url(url).render_as_string(hide_password=True)
 
 
@@ -164,7 +169,7 @@ def _sqlite_storage(path: Path, heartbeat_seconds: int | None = None) -> optuna.
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            return optuna.storages.RDBStorage(
+            storage = optuna.storages.RDBStorage(
                 "sqlite:///study.db",
                 engine_kwargs={"creator": functools.partial(_connect, path.resolve())},
                 heartbeat_interval=heartbeat_seconds,
@@ -172,6 +177,22 @@ def _sqlite_storage(path: Path, heartbeat_seconds: int | None = None) -> optuna.
             )
     except RuntimeError as error:  # a database of another release of Optuna
         raise StudyFileError(f"{path} cannot be used as a study: {error}") from error
+    sqlalchemy.event.listen(storage.engine, "begin", _begin_alone)
+    return storage
+
+
+def _begin_alone(connection: sqlalchemy.Connection) -> None:
+    """Takes the write lock before anything is read.
+
+    Optuna reads that a trial waits, and then writes that it runs; on other databases it locks the
+    row between, which SQLite has not. Without this two searches may run one trial.
+    """
+    try:
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
+    except sqlalchemy.exc.OperationalError as error:
+        if "readonly" not in str(error):
+            raise
+        connection.exec_driver_sql("BEGIN")  # a file that may only be read
 
 
 def _connect(path: Path) -> sqlite3.Connection:

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import optuna
 from optuna.distributions import BaseDistribution
+from optuna.exceptions import UpdateFinishedTrialError
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
@@ -27,6 +28,7 @@ from sac_search.errors import EnvironmentMismatch, StudyError, StudyFileError, S
 from sac_search.policy import Policy
 from sac_search.records import SCHEMA_VERSION, Bytes, Environment, Evidence, Outcome, Verification
 from sac_search.space import Decision
+from sac_search.study.attributes import joined_value, outdated_parts, split_value
 from sac_search.study.baselines import NONE
 from sac_search.study.candidate import Candidate, drift_free_seconds
 from sac_search.study.goal import BUDGET_CONSTRAINT, SPEED, Goal, Limits, Told
@@ -44,6 +46,8 @@ from sac_search.study.storage import (
 from sac_search.study.timelines import PolicyTimeline
 from sac_search.trace import LayerTrace
 
+BATCHES_MARK = "batches_schema_version"
+"""The attribute of a study over batch sizes: see `batches`."""
 # The name of the constraint in every trial: at most zero when the policy fits.
 CONSTRAINT = BUDGET_CONSTRAINT
 _REFERENCE_PREFIX = "baseline: "
@@ -106,8 +110,16 @@ class StudyStore:
 
     # What never changes is read once: Optuna copies all attributes, layers and all, on every read.
 
-    def __init__(self, study: optuna.Study, path: Path, label: str | None = None) -> None:
+    def __init__(
+        self,
+        study: optuna.Study,
+        path: Path,
+        label: str | None = None,
+        *,
+        is_shared: bool = False,
+    ) -> None:
         self.study = study
+        self._is_shared = is_shared
         self.path = path
         """Its file; where it is in a storage that others share, the file it would have."""
         self.label = label or str(path)
@@ -191,8 +203,14 @@ class StudyStore:
 
     def write(self, name: str, value: Any) -> None:
         """Stores `value` under a user attribute of the study."""
+        stored = records.to_builtins(value)
         with errors_named(self.label):
-            self.study.set_user_attr(name, records.to_builtins(value))
+            parts = split_value(name, stored) if self._is_shared else {name: stored}
+            for part, text in parts.items():
+                self.study.set_user_attr(part, text)
+            if len(parts) > 1:
+                for part in outdated_parts(name, parts, self.study.user_attrs):
+                    self.study.set_user_attr(part, "")
 
     def replace_budget(self, budget_bytes: int) -> None:
         """Gives a study without a budget what another device has."""
@@ -236,7 +254,8 @@ class StudyStore:
 
     def give_up_trial(self, number: int) -> None:
         """Ends a trial that whoever ran it has left running. What it measured is kept."""
-        with errors_named(self.label):
+        # Others may end it at the same moment.
+        with errors_named(self.label), contextlib.suppress(UpdateFinishedTrialError):
             self.study.tell(number, state=TrialState.FAIL, skip_if_finished=True)
 
     def write_baseline(self, name: str, policy: Policy, outcome: Outcome) -> None:
@@ -445,7 +464,7 @@ class StudyStore:
 
     def _optional(self, name: str, value_type: type[T]) -> T | None:
         with _reading(self.label):
-            stored = self.study.user_attrs.get(name)
+            stored = joined_value(name, self.study.user_attrs)
         return None if stored is None else self._decode(stored, value_type)
 
     def _decode(self, stored: Any, value_type: type[T]) -> T:
@@ -522,7 +541,7 @@ def create_study(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             study.set_metric_names(list(goal.metric_names))
-    store = StudyStore(study, path, label)
+    store = StudyStore(study, path, label, is_shared=storage is not None)
     store.write("series", series or folder.name)
     store.write("budget_bytes", budget_bytes)
     store.write("environment", environment)
@@ -559,7 +578,7 @@ def open_study(folder: Path, storage: str | None = None) -> StudyStore:
             f"{label} has schema version {version}, written by a newer sac-search; "
             f"this one reads up to {SCHEMA_VERSION}. Upgrade sac-search, or use another --study"
         )
-    return StudyStore(study, folder / DATABASE_NAME, label)
+    return StudyStore(study, folder / DATABASE_NAME, label, is_shared=storage is not None)
 
 
 def _open_file(folder: Path) -> optuna.Study:
@@ -572,6 +591,11 @@ def _open_file(folder: Path) -> optuna.Study:
         storage = storage_at(path)
         found = optuna.get_all_study_summaries(storage)
         begun = [study for study in found if "schema_version" in study.user_attrs]
+        if any(BATCHES_MARK in study.user_attrs for study in found):
+            raise StudyFileError(
+                f"{path} holds a study over batch sizes: continue it with --maximize throughput, "
+                f"name the study of one size ({folder / 'batch-N'}), or another one with --study"
+            )
         foreign = [study.study_name for study in found if study.n_trials and study not in begun]
         if not begun and foreign:
             raise StudyFileError(
@@ -607,6 +631,15 @@ def _label(folder: Path, storage: str | None) -> str:
     if storage is None:
         return str(folder / DATABASE_NAME)
     return f"study {folder.name!r} in {address_without_password(storage)}"
+
+
+def holds_batches(path: Path) -> bool:
+    """Returns whether the file holds a study over batch sizes."""
+    if not os.path.isfile(path) or not is_made(path):
+        return False
+    with _reading(path):
+        found = optuna.get_all_study_summaries(storage_at(path))
+    return any(BATCHES_MARK in study.user_attrs for study in found)
 
 
 def check_same(

@@ -51,7 +51,8 @@ class DrySession:
     """One loaded workload, for the accelerator that `rates` name.
 
     The workload is built on the meta device where its factory allows it, so that it takes no
-    memory, and the optimizer runs in the form that is the default on accelerators.
+    memory, and the optimizer runs in the form that is the default on accelerators. With `cpu` as
+    the device of `settings` it is built on the CPU, for a step that will run there.
 
     Known limits: the ops are those that the CPU runs, which fuses less than an accelerator
     (dropout, RMSNorm); the workspaces of kernels and the allocator's rounding are not counted.
@@ -65,14 +66,17 @@ class DrySession:
         self._settings = settings
         self._rates = rates
         factory = find_factory(settings.spec)
-        if settings.spec == BUILTIN_SPEC:
+        is_for_cpu = settings.device == "cpu"
+        if settings.spec == BUILTIN_SPEC and not is_for_cpu:
             sized = functools.partial(build_builtin, device_memory_bytes=rates.memory_bytes)
             factory = replace(factory, function=sized)
-        self.workload = with_largest_batch(_build(factory, settings.batch_size))
+        build = _build_on_cpu if is_for_cpu else _build
+        self.workload = with_largest_batch(build(factory, settings.batch_size))
         """The workload, its tensors on the meta device or, where that failed, on the CPU."""
         self._source_hash = hash_sources(factory)
         refuse_own_checkpointing(self.workload.model)
-        _choose_foreach(self.workload)
+        if not is_for_cpu:
+            _choose_foreach(self.workload)
         _make_optimizer_state(self.workload)
         self._forecasts: dict[str, Forecast] = {}
         self._layers = self._find_layers()
@@ -207,6 +211,10 @@ def _build(factory: Factory, batch_size: int | None) -> Workload:
         for default in (_META, contextlib.nullcontext()):
             with contextlib.suppress(WorkloadError), default:
                 return build_workload(factory, _META, batch_size)
+    return build_workload(factory, torch.device("cpu"), batch_size)
+
+
+def _build_on_cpu(factory: Factory, batch_size: int | None) -> Workload:
     return build_workload(factory, torch.device("cpu"), batch_size)
 
 

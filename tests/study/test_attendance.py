@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import multiprocessing
 import os
 import signal
@@ -29,6 +30,7 @@ from sac_search.errors import (
     StudyNotFound,
     UsageError,
 )
+from sac_search.records import encode
 from sac_search.study import attendance
 from sac_search.study import search as search_module
 from sac_search.study.attendance import Attendance, taking_part
@@ -91,6 +93,36 @@ def create(folder: Path, storage: str) -> StudyStore:
 def states(storage: str, name: str) -> Counter[TrialState]:
     study = optuna.load_study(study_name=name, storage=shared_storage(storage))
     return Counter(trial.state for trial in study.get_trials(deepcopy=False))
+
+
+def test_long_values_are_split_and_found_whole(tmp_path: Path, storage: str, name: str) -> None:
+    layers = make_layers(60)
+    store = create_study(
+        tmp_path / name,
+        budget_bytes=BUDGET_BYTES,
+        environment=ENVIRONMENT,
+        layers=layers,
+        storage=storage,
+    )
+    assert open_study(tmp_path / name, storage).layers == layers
+    others = make_layers(70)
+    store.replace_layers(others)
+    assert open_study(tmp_path / name, storage).layers == others
+    stored = {key: len(json.dumps(value)) for key, value in store.study.user_attrs.items()}
+    assert max(stored.values()) < 2**16  # what MySQL takes
+    assert sum(stored.values()) < 1.5 * len(encode(others))  # the first ones are gone
+    store.replace_layers(make_layers(1))
+    assert open_study(tmp_path / name, storage).layers == make_layers(1)
+
+
+def test_a_lost_part_is_told(tmp_path: Path) -> None:
+    storage = f"sqlite:///{tmp_path}/shared.db"
+    store = create(tmp_path / "gpt", storage)
+    store.replace_layers(make_layers(60))
+    part = next(key for key in store.study.user_attrs if key.startswith("part "))
+    store.study.set_user_attr(part, None)
+    with pytest.raises(StudyFileError, match="a part of layers is missing"):
+        _ = open_study(tmp_path / "gpt", storage).layers
 
 
 # --- who takes part -------------------------------------------------------------------------------
@@ -247,6 +279,8 @@ def search(
         sampler=SamplerName.RANDOM,
     )
     result = run_search(measurer, name, options, Listener())
+    with log_path.with_suffix(".ends").open("a") as file:
+        file.write(f"{len(measurer.compared)} {len(measurer.verified)}\n")
     os._exit(0 if result.best is not None else 1)
 
 
@@ -289,7 +323,9 @@ def test_workers_share_a_study_and_a_killed_one_loses_nothing(
     beyond = sum(not c.is_baseline for c in candidates)
     assert trials <= beyond <= trials + workers - 1
     assert are_at_once(store)
-    # All end with the same.
+    # One measures the finalists and verifies, and all end with the same.
+    ends = [line.split() for line in log_path.with_suffix(".ends").read_text().splitlines()]
+    assert sorted(ends) == [["0", "0"], ["0", "0"], ["1", "1"]]
     results = [load_result(folder / name, storage) for folder in tmp_path.glob("machine-*")]
     policies = {
         (path / name / "policy.py").read_text().partition("META")[0]

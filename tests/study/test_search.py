@@ -479,7 +479,8 @@ def test_a_trial_that_was_killed_after_its_measurement_counts(
     assert trials_of(killed)[-1].state is TrialState.RUNNING
     assert len(store.candidates()) == len(BASELINE_NAMES) + 3
 
-    store.fail_abandoned_trials()
+    for number in store.running_trials():
+        store.give_up_trial(number)
     again = make_search(measurer, BUDGET_BYTES, store=store, trials=3, sampler=RANDOM)
 
     assert again.run() == "3 trials measured (--trials 3)"
@@ -499,7 +500,8 @@ def test_a_trial_that_was_killed_while_measuring_is_measured_again() -> None:
     trial = store.study.ask()
     assert trial.number == 2
 
-    store.fail_abandoned_trials()
+    for number in store.running_trials():
+        store.give_up_trial(number)
     again = make_search(measurer, BUDGET_BYTES, store=store, trials=1, sampler=RANDOM)
     again.run()
 
@@ -574,7 +576,8 @@ def test_a_trial_that_others_gave_up_meanwhile_is_written_anew(at: int) -> None:
         def measure(self, policy: Policy) -> Outcome:
             outcome = super().measure(policy)
             if self.measured.total() == at:
-                store.fail_abandoned_trials()  # what another search does after a while
+                for number in store.running_trials():  # what another search does after a while
+                    store.give_up_trial(number)
             return outcome
 
     measurer = Asleep()

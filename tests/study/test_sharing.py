@@ -14,6 +14,7 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import optuna
 import pytest
@@ -24,6 +25,7 @@ from sac_search.study import sharing
 from sac_search.study.baselines import BASELINE_NAMES, FULL
 from sac_search.study.sampler import SamplerName
 from sac_search.study.sharing import claiming, is_shared, joined, turn
+from sac_search.study.storage import storage_at
 from sac_search.study.store import open_study
 
 BUDGET_GB = 160 * MIB / 2**30
@@ -189,6 +191,30 @@ def test_searches_at_once_measure_nothing_twice(
     states = Counter(trial.state for trial in store.study.get_trials())
     assert not states[optuna.trial.TrialState.RUNNING]
     assert (tmp_path / "gpt" / "policy.py").is_file()
+
+
+def take_waiting(path: Path, taken: Any) -> None:
+    study = optuna.load_study(study_name="gpt", storage=storage_at(path))
+    numbers = []
+    while (number := study._pop_waiting_trial_id()) is not None:
+        numbers.append(number)
+    taken.put(numbers)
+
+
+def test_a_waiting_trial_is_taken_once(tmp_path: Path) -> None:
+    path = tmp_path / "study.db"
+    study = optuna.create_study(study_name="gpt", storage=storage_at(path))
+    for value in range(40):
+        study.enqueue_trial({"x": value})
+    context = multiprocessing.get_context("fork")
+    taken = context.SimpleQueue()
+    children = [context.Process(target=take_waiting, args=(path, taken)) for _ in range(3)]
+    for child in children:
+        child.start()
+    numbers = [number for _ in children for number in taken.get()]
+    for child in children:
+        child.join()
+    assert sorted(numbers) == list(range(1, 41))
 
 
 @pytest.mark.filterwarnings("ignore:Heartbeat of storage")

@@ -463,6 +463,26 @@ def test_trials_that_a_killed_run_left_running_are_ended_and_keep_their_figures(
     assert [(c.name, c.outcome) for c in opened.candidates()] == [("trial 0", make_outcome())]
 
 
+@pytest.mark.filterwarnings("ignore:Heartbeat of storage")
+def test_a_trial_that_ends_while_it_is_given_up_is_left_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, other = copied(tmp_path), open_study(tmp_path / "gpt")
+    number = store.study.ask().number
+    original = store.study.tell
+
+    def tell_late(*arguments: object, **keywords: object) -> object:
+        other.study.tell(number, 1.0)
+        monkeypatch.setattr(store.study._storage, "get_trial", lambda trial_id: running)
+        return original(*arguments, **keywords)
+
+    running = store.study.trials[number]
+    monkeypatch.setattr(store.study, "tell", tell_late)
+    store.give_up_trial(number)
+
+    assert other.study.trials[number].state is TrialState.COMPLETE
+
+
 # --- names of folders -----------------------------------------------------------------------------
 
 
