@@ -184,6 +184,11 @@ def throughput_spec(
         raise UsageError(
             "batch sizes are searched in one process, not over ranks: search them without torchrun"
         )
+    if options.goal != SPEED:
+        raise UsageError(
+            "batch sizes are searched for speed under a budget; leave --minimize, --max-overhead "
+            "and --pareto out, or search one --batch-size with them"
+        )
     if options.compile is not Compile.OFF:
         raise UsageError(
             "batch sizes are searched for eager steps; leave --compile out, and search the best "
@@ -193,11 +198,6 @@ def throughput_spec(
         raise UsageError(
             f"--batch-size {options.batch_size} leaves nothing to search; name the sizes with "
             "--batch-sizes, or leave --maximize throughput out"
-        )
-    if options.goal != SPEED or options.budget_bytes is None:
-        raise UsageError(
-            "--maximize throughput is a goal of its own, under a budget: add --budget-gb, and "
-            "leave --minimize and --pareto out"
         )
     sizes = parse_batch_sizes(batch_sizes)
     require_file(spec)

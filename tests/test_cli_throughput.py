@@ -161,7 +161,7 @@ def test_an_ordinary_search_does_not_touch_the_study(
         (("--maximize", "throughput", "--batch-size", "4"), "--batch-size 4 leaves nothing"),
         (("--maximize", "throughput", "--compile", "on"), "searched for eager steps"),
         (("--maximize", "throughput", "--forecast", "H100"), "measures, so it cannot be forecast"),
-        (("--maximize", "throughput", "--pareto"), "a goal of its own, under a budget"),
+        (("--maximize", "throughput", "--pareto"), "searched for speed under a budget"),
         (("--maximize", "throughput", "--workers", "cpu,cpu"), "leave --storage and --workers out"),
         (("--maximize", "throughput", "--storage", "sqlite:///x.db"), "in files of its own"),
     ],
