@@ -176,7 +176,7 @@ class _Stages:
             store = _open_or_create(
                 self.folder, self.name, self.options, self.description, self.listener
             )
-            self.membership.reclaim(store)
+            self.membership.reclaim(store, store.running_trials())
             if self.membership.has_others():
                 self.listener.on_note(
                     f"Another search of study {store.name!r} is running; the two share their "
@@ -313,7 +313,7 @@ class _Stages:
             awaited &= self._trials_of_others(store)
 
     def _trials_of_others(self, store: StudyStore) -> set[int]:
-        self.membership.reclaim(store)
+        self.membership.reclaim(store, store.running_trials())
         running = store.running_trials()
         return {n for n, worker in running.items() if worker and worker != self.membership.worker}
 

@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -79,10 +79,9 @@ class Attendance:
         """Returns whether others take part that are not silent."""
         return bool(self._living() - {self.worker})
 
-    def reclaim(self, store: StudyStore) -> None:
+    def reclaim(self, store: StudyStore, running: Mapping[int, str | None]) -> None:
         """Gives up the trials of searches that are gone."""
-        # In this order: who runs a trial by now was there before.
-        running = store.running_trials()
+        # Who takes part is read after what runs: who ran a trial then was there before.
         if all(worker == self.worker for worker in running.values()):
             return
         living = self._living()

@@ -164,6 +164,9 @@ class FinalStage:
         limits = store.limits_for(with_confirmed_figures(store, store.candidates()))
         ranked = goal.rank(known, limits)
         confirmed = self._confirmed_keys()
+        if not self.steps:
+            # What is better than the ends, and was not measured again yet, is not behind them.
+            confirmed -= {c.policy.key for c in known if c.name in (NONE, FULL)}
         return sorted(ranked, key=lambda c: c.policy.key not in confirmed)
 
     def measure_again(self, chosen: Sequence[Candidate]) -> bool:

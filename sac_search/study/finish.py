@@ -158,10 +158,10 @@ def known_as_wrong(store: StudyStore, candidates: Sequence[Candidate]) -> list[C
 def stored_winner(store: StudyStore) -> Winner:
     """Returns the winner of a study that was searched before, without measuring anything."""
     verified = {entry.key: entry.verification for entry in store.verified}
-    best, rejected = None, []
+    best, rejected, winner = None, [], store.winner
     for candidate in known_candidates(store):
         verification = verified.get(candidate.policy.key)
-        if candidate.policy.key == store.winner:
+        if candidate.policy.key == winner:
             best = candidate
         elif verification is not None and not verification.passed:
             rejected.append(describe_rejected(candidate, verification))

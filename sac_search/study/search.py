@@ -125,6 +125,7 @@ class Search:
             self.store.write("is_compiled_only", True)
             self.store.__dict__.pop("is_compiled_only", None)
         self._reader = TrialReader(self.store)
+        self._reader.skip()
         self._known = {c.policy.key: c for c in self._stored()}
         self._asked = self._assignments_asked()
         if self.space.size <= _LISTABLE_SIZE:
@@ -373,7 +374,7 @@ class Search:
         self._learn_from_others()
         if self._ready_advisor(self.space.run_modes[0]) is None:
             return None
-        others = self.store.claims()
+        others = self._reader.claims()
         taken = self._known.keys() | others
         for mode in self._drawn_modes(generator):
             found = self._advise_in(mode, taken, generator)
@@ -551,10 +552,10 @@ class Search:
         is_given = not {"baseline", "plan"}.isdisjoint(trial.user_attrs)
         with self.membership.claiming():
             trial.set_user_attr("policy", records.to_builtins(policy))
-            is_taken = not is_given and policy.key in self.store.claims(but=trial.number)
+            self._learn_from_others()
+            is_taken = not is_given and policy.key in self._reader.claims(but=trial.number)
         for name, value in readable_policy(policy).items():
             trial.set_user_attr(name, value)
-        self._learn_from_others()
         if is_taken and policy.key not in self._known:
             self._repeats += 1
             trial.set_user_attr("outcome_text", "another search of this study measures it")
@@ -562,8 +563,9 @@ class Search:
 
     def _learn_from_others(self) -> None:
         """Takes over what other searches of this study have measured by now."""
-        self.membership.reclaim(self.store)
-        for candidate in self._reader.new():
+        found = self._reader.new()
+        self.membership.reclaim(self.store, self._reader.running)
+        for candidate in found:
             if candidate.policy.key not in self._known:
                 self._known[candidate.policy.key] = candidate
                 self._has_news = True

@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -45,8 +45,11 @@ class Membership(Protocol):
     def has_others(self) -> bool:
         """Returns whether others take part, as far as can be told."""
 
-    def reclaim(self, store: StudyStore) -> None:
-        """Gives up the trials of searches that are gone, so that others measure them."""
+    def reclaim(self, store: StudyStore, running: Mapping[int, str | None]) -> None:
+        """Gives up the trials of searches that are gone, so that others measure them.
+
+        `running` are the numbers of trials that run, each with who runs it, as far as is known.
+        """
 
     def turn(self, on_wait: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
         """Waits until no other search has the turn, and has it; `on_wait` is called before waiting.
@@ -69,7 +72,7 @@ class Alone:
         """Nobody."""
         return False
 
-    def reclaim(self, store: StudyStore) -> None:
+    def reclaim(self, store: StudyStore, running: Mapping[int, str | None]) -> None:
         """Has nothing to give up."""
 
     def turn(self, on_wait: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
@@ -110,12 +113,11 @@ class FileMembership:
         """Returns whether others take part, as far as the file system tells."""
         return self.can_tell and not self.when_alone(lambda: None)
 
-    def reclaim(self, store: StudyStore) -> None:
+    def reclaim(self, store: StudyStore, running: Mapping[int, str | None]) -> None:
         """Gives up the trials of searches that are gone.
 
         Also those of which it is not known who runs them, where nobody else takes part.
         """
-        running = store.running_trials()
 
         def give_up_unknown() -> None:
             for number, worker in running.items():

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import os
 import re
 import warnings
@@ -395,16 +394,18 @@ class StudyStore:
             if name.startswith(_REFERENCE_PREFIX)
         ]
 
-    def claims(self, *, but: int | None = None) -> set[str]:
-        """Returns the keys of the policies that running trials measure, trial `but` left out."""
+    def claims(self) -> set[str]:
+        """Returns the keys of the policies that running trials measure."""
         with _reading(self.label):
             trials = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+        return self.claims_of(trials)
+
+    def claims_of(self, trials: Iterable[FrozenTrial]) -> set[str]:
+        """Returns the keys of the policies that `trials`, which run, measure."""
         return {
             self._decode(trial.user_attrs["policy"], Policy).key
             for trial in trials
-            if "policy" in trial.user_attrs
-            and "outcome" not in trial.user_attrs
-            and trial.number != but
+            if "policy" in trial.user_attrs and "outcome" not in trial.user_attrs
         }
 
     def trial_candidate(self, trial: FrozenTrial) -> Candidate | None:
@@ -478,20 +479,40 @@ class StudyStore:
 
 
 class TrialReader:
-    """Reads what the trials of a study measured, each once it is there."""
+    """Reads what the trials of a study measured, each once it is there, and which are running."""
+
+    # Of thousands of trials nearly all have ended: they are looked at once.
 
     def __init__(self, store: StudyStore) -> None:
         self._store = store
-        self._finished = 0
+        self._ended: set[int] = set()
+        self._running: list[FrozenTrial] = []
+
+    def skip(self) -> None:
+        """Leaves out what has ended by now."""
+        self._read()
 
     def new(self) -> list[Candidate]:
         """Returns what was measured since the last time; what has not ended yet may come again."""
-        with _reading(self._store.label):
-            trials = self._store.study.get_trials(deepcopy=False)[self._finished :]
-        found = [self._store.trial_candidate(trial) for trial in trials]
-        ended = itertools.takewhile(lambda trial: trial.state.is_finished(), trials)
-        self._finished += len(list(ended))
+        found = (self._store.trial_candidate(trial) for trial in self._read())
         return [candidate for candidate in found if candidate is not None]
+
+    @property
+    def running(self) -> dict[int, str | None]:
+        """The numbers of the trials that ran when last read, each with who runs it, if known."""
+        return {trial.number: trial.user_attrs.get(WORKER) for trial in self._running}
+
+    def claims(self, *, but: int | None = None) -> set[str]:
+        """Returns the keys of the policies that those measure, trial `but` left out."""
+        return self._store.claims_of(trial for trial in self._running if trial.number != but)
+
+    def _read(self) -> list[FrozenTrial]:
+        with _reading(self._store.label):
+            trials = self._store.study.get_trials(deepcopy=False)
+        new = [trial for trial in trials if trial.number not in self._ended]
+        self._ended.update(trial.number for trial in new if trial.state.is_finished())
+        self._running = [trial for trial in new if trial.state is TrialState.RUNNING]
+        return new
 
 
 def name_of_trial(trial: FrozenTrial | optuna.Trial) -> str:
@@ -589,7 +610,7 @@ def _open_file(folder: Path) -> optuna.Study:
         raise StudyNotFound(f"{path} holds no study that was begun")
     with _reading(path):
         storage = storage_at(path)
-        found = optuna.get_all_study_summaries(storage)
+        found = optuna.get_all_study_summaries(storage, include_best_trial=False)
         begun = [study for study in found if "schema_version" in study.user_attrs]
         if any(BATCHES_MARK in study.user_attrs for study in found):
             raise StudyFileError(
@@ -638,7 +659,7 @@ def holds_batches(path: Path) -> bool:
     if not os.path.isfile(path) or not is_made(path):
         return False
     with _reading(path):
-        found = optuna.get_all_study_summaries(storage_at(path))
+        found = optuna.get_all_study_summaries(storage_at(path), include_best_trial=False)
     return any(BATCHES_MARK in study.user_attrs for study in found)
 
 

@@ -209,13 +209,13 @@ def test_a_killed_one_lets_go_of_its_turn_and_its_trial(
             if not is_on_this_machine:
                 monkeypatch.setattr(attendance, "_this_machine", lambda: "another")
                 monkeypatch.setattr(attendance, "SILENT_SECONDS", 7.0)
-            me.reclaim(store)
+            me.reclaim(store, store.running_trials())
             assert store.running_trials() == {0: worker}
             holder.kill()
             started = time.monotonic()
             with me.turn(lambda: None):
                 waited_seconds = time.monotonic() - started
-                me.reclaim(store)
+                me.reclaim(store, store.running_trials())
     assert store.running_trials() == {}
     # Of another machine it is only known that nothing was said.
     assert (waited_seconds > 6.5) is not is_on_this_machine

@@ -167,6 +167,20 @@ def test_an_interrupted_search_goes_on_to_the_same_answer(tmp_path: Path) -> Non
     assert peak_of(result.best) == peak_of(whole.best)
 
 
+def test_an_interrupted_search_prefers_what_it_measured_to_no_checkpointing() -> None:
+    on = measurer()
+    search = search_for(on, 0.1)
+    search.run()
+    stage = FinalStage(store=search.store, measurer=on)
+    full = next(c for c in search.store.candidates() if c.name == FULL)
+    assert stage.measure_again([full])  # too slow, so that of the confirmed only none is left
+
+    winner = FinalStage(store=search.store, measurer=on, steps=0).run()
+
+    assert winner.best is not None
+    assert peak_of(winner.best) == least(search.space, on, 0.1)
+
+
 @pytest.mark.parametrize(
     "options",
     [

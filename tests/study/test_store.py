@@ -457,7 +457,7 @@ def test_trials_that_a_killed_run_left_running_are_ended_and_keep_their_figures(
 
     opened = open_study(tmp_path / "gpt")
     with joined(tmp_path / "gpt") as alone:
-        alone.reclaim(opened)
+        alone.reclaim(opened, opened.running_trials())
 
     assert [t.state for t in opened.study.get_trials()] == [TrialState.FAIL, TrialState.FAIL]
     assert [(c.name, c.outcome) for c in opened.candidates()] == [("trial 0", make_outcome())]
