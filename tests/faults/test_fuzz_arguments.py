@@ -161,7 +161,9 @@ class Stage:
             return 0
         return 130 if isinstance(self.ending, KeyboardInterrupt) else self.ending.exit_code
 
-    def run(self, client: Any, name: str, options: Any, listener: Any) -> SearchResult:
+    def run(
+        self, client: Any, name: str, options: Any, listener: Any, folder: Any = None
+    ) -> SearchResult:
         assert options.budget_bytes < 2**63
         listener.on_phase("load")
         self.end()

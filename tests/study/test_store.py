@@ -37,6 +37,7 @@ from sac_search.policy import Policy, checkpoint_layers
 from sac_search.records import SCHEMA_VERSION
 from sac_search.space import LayerChoiceMode, build_space
 from sac_search.study import storage as storage_module
+from sac_search.study.goal import SPEED, Goal, GoalKind
 from sac_search.study.sampler import SamplerName
 from sac_search.study.sharing import joined, turn
 from sac_search.study.store import (
@@ -51,6 +52,8 @@ from sac_search.study.store import (
 
 BUDGET_BYTES = 120 * MIB
 LAYERS = make_layers(3)
+LEAST_MEMORY = Goal(kind=GoalKind.MEMORY, max_overhead_fraction=0.05)
+FRONT = Goal(kind=GoalKind.PARETO)
 
 
 def create(folder: Path, series: str | None = None) -> StudyStore:
@@ -542,3 +545,55 @@ def test_studies_are_listed(tmp_path: Path) -> None:
     (tmp_path / "c").mkdir()
 
     assert list_studies(tmp_path) == [tmp_path / "a", tmp_path / "b"]
+
+
+# --- goals ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+@pytest.mark.parametrize("before", [SPEED, LEAST_MEMORY, FRONT])
+@pytest.mark.parametrize("after", [SPEED, LEAST_MEMORY, FRONT])
+def test_a_study_that_was_never_begun_is_made_for_the_goal_that_is_asked(
+    before: Goal, after: Goal, is_shared: bool, tmp_path: Path
+) -> None:
+    storage = f"sqlite:///{tmp_path}/shared.db" if is_shared else None
+    folder = tmp_path / "gpt"
+    made = create_study(
+        folder,
+        budget_bytes=BUDGET_BYTES,
+        environment=ENVIRONMENT,
+        layers=LAYERS,
+        goal=before,
+        storage=storage,
+    )
+    # As it is where a search was killed just before it said that the study was made.
+    attributes = made.study.user_attrs
+    optuna.delete_study(study_name="gpt", storage=made.storage)
+    half_made = optuna.create_study(
+        study_name="gpt", storage=made.storage, directions=before.directions
+    )
+    for name, value in attributes.items():
+        if name != "schema_version":
+            half_made.set_user_attr(name, value)
+    create_study(
+        folder,
+        budget_bytes=BUDGET_BYTES,
+        environment=ENVIRONMENT,
+        layers=LAYERS,
+        goal=after,
+        storage=storage,
+    )
+    found = open_study(folder, storage)
+    assert found.goal == after
+    assert found.study.metric_names == list(after.metric_names)
+    assert len(found.study.directions) == len(after.directions)
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_study_for_another_goal_is_never_made_anew(is_shared: bool, tmp_path: Path) -> None:
+    storage = f"sqlite:///{tmp_path}/shared.db" if is_shared else None
+    conditions = {"budget_bytes": BUDGET_BYTES, "environment": ENVIRONMENT, "layers": LAYERS}
+    create_study(tmp_path / "gpt", **conditions, goal=FRONT, storage=storage)
+    with pytest.raises(StudyError, match="for another goal"):
+        create_study(tmp_path / "gpt", **conditions, storage=storage)
+    assert open_study(tmp_path / "gpt", storage).goal == FRONT
