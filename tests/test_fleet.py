@@ -245,7 +245,8 @@ def test_a_job_whose_starter_is_gone_ends(
         while (report := job.poll()) is None:
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        assert report == "interrupted"
+        # Or it was told so before it had begun.
+        assert report in ("interrupted", job_module.NOTHING_DONE)
     finally:
         job.kill()
 

@@ -6,12 +6,14 @@ output.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 import threading
 
-from sac_search.fleet.job import run_job
+from sac_search import interrupts
+from sac_search.fleet.job import NOTHING_DONE, run_job
 
 
 def main() -> int:
@@ -20,8 +22,11 @@ def main() -> int:
     # What the user's code prints must not meet the report.
     output = os.dup(1)
     os.dup2(2, 1)
-    threading.Thread(target=_stop_at_end_of_input, daemon=True).start()
-    report = run_job(request)
+    report = NOTHING_DONE
+    # Also when it comes before the job has begun.
+    with contextlib.suppress(KeyboardInterrupt), interrupts.listening(signal.SIGINT):
+        threading.Thread(target=_stop_at_end_of_input, daemon=True).start()
+        report = run_job(request)
     with os.fdopen(output, "w") as stream:
         stream.write(report)
     return 0

@@ -48,6 +48,10 @@ class JobReport:
     """What the user should know of the workload."""
 
 
+NOTHING_DONE = records.encode(JobReport()).decode()
+"""The report of a job that was told to end before it had begun."""
+
+
 class Log:
     """A listener that writes to standard error, which whoever runs the job keeps somewhere."""
 
