@@ -235,10 +235,16 @@ class _Watch:
 
         Raises:
             SacSearchError: why no worker could search.
+            KeyboardInterrupt: nothing was begun.
         """
         if not self._has_result and self._errors and not self._is_interrupted:
             raise self._errors[0]
-        result = artifacts.load_result(self._folder, self._options.storage)
+        try:
+            result = artifacts.load_result(self._folder, self._options.storage)
+        except StudyNotFound:
+            if self._is_interrupted:
+                raise KeyboardInterrupt from None  # before anything was begun
+            raise
         return replace(result, interrupted=self._is_interrupted, notes=self._notes)
 
     def _look(self) -> None:
