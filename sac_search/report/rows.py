@@ -393,7 +393,7 @@ def _headline_of_front(result: SearchResult, best: Candidate) -> list[str]:
         f"{units.format_gib(peak_of(best))}.",
     ]
     if result.folder is not None and verified:
-        where = units.format_gib_up(peak_of(front[-1])).replace(" ", "")
+        where = units.format_gib_up(peak_of(front[len(front) // 2])).replace(" ", "")
         lines.append(f"For less memory: sac-search export {result.folder} --at SIZE (as {where})")
     return lines
 
