@@ -215,8 +215,8 @@ def open_batches(folder: Path) -> BatchStore:
         )
     with errors_named(path):
         storage = storage_at(path)
-        names = optuna.get_all_study_summaries(storage)
-        chosen = next(study for study in names if BATCHES_MARK in study.user_attrs)
+        found = storage.get_all_studies()
+        chosen = next(study for study in found if BATCHES_MARK in study.user_attrs)
         study = optuna.load_study(study_name=chosen.study_name, storage=storage)
         version = chosen.user_attrs[BATCHES_MARK]
     if not isinstance(version, int) or version > BATCHES_SCHEMA_VERSION:

@@ -609,18 +609,19 @@ def _open_file(folder: Path) -> optuna.Study:
     if not is_made(path):
         raise StudyNotFound(f"{path} holds no study that was begun")
     with _reading(path):
-        storage = storage_at(path)
-        found = optuna.get_all_study_summaries(storage, include_best_trial=False)
+        storage = optuna.storages.get_storage(storage_at(path))
+        found = storage.get_all_studies()
         begun = [study for study in found if "schema_version" in study.user_attrs]
         if any(BATCHES_MARK in study.user_attrs for study in found):
             raise StudyFileError(
                 f"{path} holds a study over batch sizes: continue it with --maximize throughput, "
                 f"name the study of one size ({folder / 'batch-N'}), or another one with --study"
             )
-        foreign = [study.study_name for study in found if study.n_trials and study not in begun]
-        if not begun and foreign:
+        others = (s for s in found if s not in begun and storage.get_n_trials(s._study_id))
+        foreign = None if begun else next(others, None)
+        if foreign is not None:
             raise StudyFileError(
-                f"{path} holds a study {foreign[0]!r} that sac-search did not write; "
+                f"{path} holds a study {foreign.study_name!r} that sac-search did not write; "
                 "name another one with --study"
             )
         if not begun:
@@ -659,7 +660,7 @@ def holds_batches(path: Path) -> bool:
     if not os.path.isfile(path) or not is_made(path):
         return False
     with _reading(path):
-        found = optuna.get_all_study_summaries(storage_at(path), include_best_trial=False)
+        found = storage_at(path).get_all_studies()
     return any(BATCHES_MARK in study.user_attrs for study in found)
 
 
@@ -759,9 +760,7 @@ def list_studies(root: Path, storage: str | None = None) -> list[Path]:
     """
     if storage is not None:
         with errors_named(address_without_password(storage)):
-            found = optuna.get_all_study_summaries(
-                shared_storage(storage), include_best_trial=False
-            )
+            found = shared_storage(storage).get_all_studies()
         ours = (study for study in found if "series" in study.user_attrs)
         return sorted(root / study.study_name for study in ours)
     if not os.path.isdir(root):
