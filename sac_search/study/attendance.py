@@ -107,7 +107,8 @@ class Attendance:
                     time.sleep(_POLL_SECONDS)
             yield
         finally:
-            self._finish(ticket, TrialState.COMPLETE, 0.0)
+            with errors_named(self._label):
+                self._finish(ticket, TrialState.COMPLETE, 0.0)
 
     def claiming(self) -> contextlib.AbstractContextManager[None]:
         """Takes no lock.

@@ -104,9 +104,12 @@ class PlannerSampler(optuna.samplers.BaseSampler):
 
 
 class SignedSampler(optuna.samplers.BaseSampler):
-    """Another sampler, whose trials say who runs them before anything else: others look on."""
+    """Another sampler, whose trials say who runs them before anything else: others look on.
 
-    def __init__(self, sampler: optuna.samplers.BaseSampler, worker: str) -> None:
+    `worker` tells who that is now: a search that was taken for dead goes on under another name.
+    """
+
+    def __init__(self, sampler: optuna.samplers.BaseSampler, worker: Callable[[], str]) -> None:
         self._sampler = sampler
         self._worker = worker
 
@@ -116,7 +119,7 @@ class SignedSampler(optuna.samplers.BaseSampler):
 
     def before_trial(self, study: optuna.Study, trial: FrozenTrial) -> None:
         """Signs the trial."""
-        study._storage.set_trial_user_attr(trial._trial_id, WORKER, self._worker)
+        study._storage.set_trial_user_attr(trial._trial_id, WORKER, self._worker())
         self._sampler.before_trial(study, trial)
 
     def after_trial(

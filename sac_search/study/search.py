@@ -509,16 +509,15 @@ class Search:
                 decisions=self.space.decisions,
                 propose=self._advise,
             )
-            study.sampler = SignedSampler(sampler, self.membership.worker)
+            study.sampler = SignedSampler(sampler, lambda: self.membership.worker)
             while True:
                 try:
                     study.optimize(
                         objective, n_trials=count, callbacks=callbacks, catch=(_Claimed,)
                     )
                     return
-                except ValueError:
-                    # What Optuna says of a trial that was ended by others meanwhile.
-                    if not self._was_given_up:
+                except (ValueError, AssertionError) as error:
+                    if not self._was_given_up and not _is_of_ended_trial(error):
                         raise
                     self._was_given_up = False
                     if count is not None or self.is_finished():
@@ -712,6 +711,15 @@ class _GivenUp(Exception):
 
 class _Claimed(Exception):
     """Another search measures the same policy: this trial ends without figures."""
+
+
+def _is_of_ended_trial(error: BaseException) -> bool:
+    """Returns whether Optuna was to end a trial that others had ended already.
+
+    At the very end of a trial, so that what it measured is in it.
+    """
+    errors = (error, error.__context__)
+    return any("Cannot tell a FAIL trial" in str(e) for e in errors)
 
 
 def _is_waiting(trial: optuna.trial.FrozenTrial, attributes: dict[str, str]) -> bool:

@@ -30,7 +30,8 @@ from sac_search.errors import (
     StudyNotFound,
     UsageError,
 )
-from sac_search.records import encode
+from sac_search.policy import Policy
+from sac_search.records import Outcome, encode
 from sac_search.study import attendance
 from sac_search.study import search as search_module
 from sac_search.study.attendance import Attendance, taking_part
@@ -252,6 +253,41 @@ def test_who_was_taken_for_dead_joins_again(
             time.sleep(0.05)
         assert slow.worker != before
         assert me.has_others()
+
+
+def test_who_was_taken_for_dead_searches_on_under_another_name(
+    tmp_path: Path, storage: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attendance, "_BEAT_SECONDS", 0.1)
+
+    class Asleep(ScriptedMeasurer):
+        def measure(self, policy: Policy) -> Outcome:
+            outcome = super().measure(policy)
+            if self.measured.total() == 11:  # in the trials
+                with Attendance(storage, name) as other:
+                    [me] = [t for t in other._running() if "beat" in t.user_attrs][:1]
+                    other._finish(me._trial_id, TrialState.FAIL, None)
+                    other.reclaim(store(), store().running_trials())
+                time.sleep(1)
+            return outcome
+
+    def store() -> StudyStore:
+        return open_study(tmp_path / name, storage)
+
+    measurer = Asleep()
+    monkeypatch.setattr(search_module, "has_converged", lambda history, noise: False)
+    options = SearchOptions(
+        budget_gb=BUDGET_GB, root=tmp_path, storage=storage, trials=8, sampler=SamplerName.RANDOM
+    )
+    run_search(measurer, name, options, Listener())
+
+    assert set(measurer.measured.values()) == {1}
+    assert {c.policy.key for c in store().candidates()} == set(measurer.measured)
+    trials = store().study.get_trials(deepcopy=False)
+    # What it had measured meanwhile is written as a trial that nobody has signed.
+    workers = {t.user_attrs.get("worker") for t in trials if t.state is TrialState.COMPLETE}
+    assert len(workers - {None}) == 2
+    assert [t.state for t in trials].count(TrialState.FAIL) == 1
 
 
 def test_who_lost_the_turn_is_told(storage: str, name: str) -> None:

@@ -558,6 +558,27 @@ def test_a_continued_search_does_not_replay_its_first_draws() -> None:
     assert drawn[1][:3] != drawn[0][:3]
 
 
+def test_a_trial_that_others_gave_up_at_its_very_end_keeps_its_figures(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    measurer = ScriptedMeasurer()
+    store = memory_store(measurer, BUDGET_BYTES)
+    search = make_search(measurer, BUDGET_BYTES, store=store, trials=4, sampler=RANDOM)
+    original = Search._write
+
+    def write(self: Search, trial: optuna.Trial, *arguments: Any, **keywords: Any) -> Any:
+        told = original(self, trial, *arguments, **keywords)
+        if measurer.measured.total() == len(BASELINE_NAMES) + 2:
+            store.give_up_trial(trial.number)
+        return told
+
+    monkeypatch.setattr(Search, "_write", write)
+
+    assert search.run() == "4 trials measured (--trials 4)"
+    assert set(measurer.measured.values()) == {1}
+    assert {c.policy.key for c in store.candidates()} == set(measurer.measured)
+
+
 def test_convolution_networks_are_searched_as_well() -> None:
     measurer = ScriptedMeasurer(layers=make_layers(5, CONVOLUTION_OPS, kind="Stage"))
     search = make_search(measurer, 90 * MIB, trials=40, sampler=RANDOM)
