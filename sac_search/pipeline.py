@@ -248,7 +248,8 @@ class _Stages:
                 candidate, done, store.budget_bytes
             ),
             on_note=self.listener.on_note,
-            on_estimate=self.listener.on_estimate,
+            # Asked for when there is one: listeners of before the limit on overheads have it not.
+            on_estimate=lambda none_seconds: self.listener.on_estimate(none_seconds),
             membership=self.membership,
         )
 

@@ -20,8 +20,7 @@ from sac_search import records
 from sac_search import workload as workload_module
 from sac_search.errors import SacSearchError, UsageError, WorkloadError
 from sac_search.failures import failure_from
-from sac_search.worker import __main__ as worker
-from sac_search.worker.protocol import Reply
+from sac_search.worker.protocol import RemoteError, Reply
 from sac_search.workload import build_workload, canonical_spec, load_factory, require_file
 
 CPU = torch.device("cpu")
@@ -229,7 +228,7 @@ def load_and_build(spec: str, batch_size: int | None = None) -> SacSearchError |
         except (WorkloadError, UsageError) as error:
             found = error
     if found is not None:
-        remote = worker._remote(found)
+        remote = RemoteError.of(found)
         assert remote.message
         assert str(Path(workload_module.__file__)) not in remote.user_traceback
         records.encode(Reply(number=1, error=remote))
