@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 import warnings
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -617,7 +617,9 @@ class Search:
         anchor_seconds = self.store.anchor_seconds or 1.0
         if self._limits().none_seconds is None:
             self.estimate_none()
-        peaks = (c.measurement.peak_bytes for c in self._known.values() if c.measurement)
+        peaks: Iterable[int] = ()
+        if outcome.measurement is None:  # then what fails is told as more than all that ran
+            peaks = (c.measurement.peak_bytes for c in self._known.values() if c.measurement)
         return self.store.goal.told(
             outcome,
             drift_free_seconds(outcome, anchor_seconds),
