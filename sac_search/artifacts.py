@@ -19,9 +19,8 @@ from sac_search.records import Evidence
 from sac_search.report import rows
 from sac_search.report.page import render_page
 from sac_search.study.baselines import BASELINE_NAMES, COMPILED_NAMES, FULL
-from sac_search.study.candidate import Candidate
+from sac_search.study.candidate import Candidate, peak_of
 from sac_search.study.finish import Winner, known_candidates, stored_winner
-from sac_search.study.goal import peak_of
 from sac_search.study.importance import importances
 from sac_search.study.result import SearchResult, find_candidate, floor_of, to_document
 from sac_search.study.store import StudyStore, open_study

@@ -6,9 +6,10 @@ import collections
 import contextlib
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from sac_search import interrupts, units
 from sac_search.artifacts import (
@@ -61,6 +62,8 @@ from sac_search.study.store import (
 from sac_search.study.timelines import draw_timelines
 from sac_search.study.warmstart import adopt_trace, start_from_others
 from sac_search.worker.session import Description, Verdict
+
+R = TypeVar("R")
 
 _POLL_SECONDS = 0.5
 # Baselines that fail in the same way, after which the workload is at fault.
@@ -143,7 +146,7 @@ def run_forecast(
         result = make_result(store, winner, "forecast", False, description.notes)
         write_files(result, store.folder)
         if options.report:
-            result = _reported(result, store, listener)
+            result = _reported_in_folder(result, store, listener)
     if result.best is None:
         raise NoPolicyFits(no_fit_message(result))
     return result
@@ -342,7 +345,7 @@ class _Stages:
             write_files(result, store.folder)
             store.write("is_finished", not interrupted)
             if self.options.report:
-                result = _reported(result, store, self.listener)
+                result = _reported_in_folder(result, store, self.listener)
         return result
 
     def _winner(self, store: StudyStore, interrupted: bool) -> Winner:
@@ -362,14 +365,7 @@ class _Stages:
             steps = 2 * self.options.steps
             ranked = [*wrong, *confirm(store, self.measurer, sound, steps=steps)]
         self.listener.on_phase("verify")
-        return choose_winner(store, self.measurer, ranked, self._on_verdict)
-
-    def _on_verdict(self, candidate: Candidate, verdict: Verdict) -> None:
-        verification = verdict.verification
-        if verification is None or not verification.passed:
-            self.listener.on_note(
-                f"{candidate.name} did not pass verification; the next best follows."
-            )
+        return choose_winner(store, self.measurer, ranked, telling_rejected(self.listener))
 
     def _winner_of_goal(self, store: StudyStore, interrupted: bool) -> Winner:
         if not interrupted:
@@ -382,7 +378,7 @@ class _Stages:
             measurer=self.measurer,
             steps=0 if interrupted else 2 * self.options.steps,
             on_verify=lambda: self.listener.on_phase("verify"),
-            on_verdict=self._on_verdict,
+            on_verdict=telling_rejected(self.listener),
         )
 
 
@@ -402,10 +398,28 @@ def _draw(store: StudyStore, measurer: Measurer, winner: Winner, listener: Liste
     store.write("timelines", drawn)
 
 
-def _reported(result: SearchResult, store: StudyStore, listener: Listener) -> SearchResult:
+def telling_rejected(listener: Listener) -> Callable[[Candidate, Verdict], None]:
+    """Returns what tells a listener of each candidate that does not pass verification."""
+
+    def on_verdict(candidate: Candidate, verdict: Verdict) -> None:
+        if verdict.verification is None or not verdict.verification.passed:
+            listener.on_note(f"{candidate.name} did not pass verification; the next best follows.")
+
+    return on_verdict
+
+
+def _reported_in_folder(
+    result: SearchResult, store: StudyStore, listener: Listener
+) -> SearchResult:
+    """Writes the report of a study beside its other files, as `reported` does."""
+    path = store.folder / REPORT_FILE
+    return reported(result, lambda: write_report(result, store, path), listener)
+
+
+def reported(result: R, write: Callable[[], R], listener: Listener) -> R:
     """Writes the report; what stands in its way is said, and the search has its answer anyway."""
     try:
-        return write_report(result, store, store.folder / REPORT_FILE)
+        return write()
     except Exception as error:
         listener.on_note(f"No report was written: {error}")
         return result

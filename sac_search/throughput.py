@@ -26,7 +26,7 @@ from sac_search.batch_artifacts import (
 )
 from sac_search.errors import NoPolicyFits, StudyNotFound, WorkloadError
 from sac_search.options import Listener, SearchOptions
-from sac_search.pipeline import study_folder
+from sac_search.pipeline import reported, study_folder, telling_rejected
 from sac_search.records import Environment
 from sac_search.report.throughput import candidate_line
 from sac_search.space import build_space
@@ -56,7 +56,6 @@ from sac_search.study.size_search import SizeMeasurer, SizeSearch, is_over, reas
 from sac_search.study.storage import DATABASE_NAME
 from sac_search.study.store import StudyStore, check_same, create_study, open_study
 from sac_search.study.throughput_result import ThroughputResult, size_result
-from sac_search.worker.session import Verdict
 
 # Trials at one size before the sizes are held against each other again: each change of the size
 # loads the model anew.
@@ -465,7 +464,7 @@ class _ThroughputSearch:
             self.listener.on_phase("confirm")
             compare_sizes(store, sizes, 2 * self.options.steps, self.free_device)
         self.listener.on_phase("verify")
-        chosen = choose_size(store, sizes, self.free_device, self._on_verdict)
+        chosen = choose_size(store, sizes, self.free_device, telling_rejected(self.listener))
         self.listener.on_phase("export")
         self._keep_reasons()
         store.write("stop_reason", reason)
@@ -477,18 +476,10 @@ class _ThroughputSearch:
             store, reason, interrupted=interrupted, notes=tuple(self._notes)
         )
         write_throughput_files(result)
-        if self.options.report:
-            try:
-                result = write_throughput_report(result, self.folder / REPORT_FILE)
-            except Exception as error:
-                self.listener.on_note(f"No report was written: {error}")
-        return result
-
-    def _on_verdict(self, candidate: Candidate, verdict: Verdict) -> None:
-        if verdict.verification is None or not verdict.verification.passed:
-            self.listener.on_note(
-                f"{candidate.name} did not pass verification; the next best follows."
-            )
+        if not self.options.report:
+            return result
+        path = self.folder / REPORT_FILE
+        return reported(result, lambda: write_throughput_report(result, path), self.listener)
 
     def _keep_reasons(self) -> None:
         """Keeps why each size got no further trials."""

@@ -43,7 +43,15 @@ from sac_search.study.result import SearchResult
 from sac_search.study.store import open_study
 
 HERE = Path(__file__).parent
+RUN_PAPER_JOB = (
+    "import sys; import scripted_jobs; from sac_search.fleet import __main__;"
+    "__main__.run_job = scripted_jobs.run_paper_job; sys.exit(__main__.main())"
+)
 BUDGET_GB = 64 * MIB / 2**30
+
+
+def starting(code: str) -> list[str]:
+    return [sys.executable, "-P", "-c", code]
 
 
 def options(root: Path, **changes: object) -> SearchOptions:
@@ -67,12 +75,7 @@ def paper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     path = f"{HERE}{os.pathsep}{HERE.parent}"
     monkeypatch.setenv("PYTHONPATH", path)
     monkeypatch.setenv("PAPER_MARKS", str(tmp_path / "marks"))
-    monkeypatch.setattr(
-        launching,
-        "_START",
-        "import sys; sys.argv.pop(); import scripted_jobs; from sac_search.fleet import __main__;"
-        "__main__.run_job = scripted_jobs.run_paper_job; sys.exit(__main__.main())",
-    )
+    monkeypatch.setattr(launching, "start_command", lambda package: starting(RUN_PAPER_JOB))
     monkeypatch.setattr(job_module, "run_job", scripted_jobs.run_paper_job)
     return tmp_path / "marks"
 
@@ -204,7 +207,8 @@ def test_an_interrupt_exports_the_best_so_far(tmp_path: Path, train: str, paper:
         "from pathlib import Path\n"
         "from sac_search import interrupts\n"
         "import signal\n"
-        f"test_fleet.launching._START = {launching._START!r}\n"
+        "test_fleet.launching.start_command = (\n"
+        "    lambda package: test_fleet.starting(test_fleet.RUN_PAPER_JOB))\n"
         "with interrupts.listening(signal.SIGINT):\n"
         "    result = test_fleet.search_with_workers(sys.argv[1],\n"
         "        test_fleet.options(Path(sys.argv[2])), test_fleet.parse_workers('cpu,cpu'),\n"
@@ -233,9 +237,8 @@ def test_a_job_whose_starter_is_gone_ends(
 ) -> None:
     monkeypatch.setattr(
         launching,
-        "_START",
-        "import sys; sys.argv.pop(); import scripted_jobs; from sac_search.fleet import __main__;"
-        "__main__.run_job = scripted_jobs.wait_until_interrupted; sys.exit(__main__.main())",
+        "start_command",
+        lambda package: starting(RUN_PAPER_JOB.replace("run_paper_job", "wait_until_interrupted")),
     )
     job = LocalJob("cpu", "{}", tmp_path / "log")
     try:
@@ -252,7 +255,8 @@ def test_a_job_whose_starter_is_gone_ends(
 
 
 def test_a_job_without_a_report_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launching, "_START", "raise SystemExit('what it said')")
+    code = "raise SystemExit('what it said')"
+    monkeypatch.setattr(launching, "start_command", lambda package: starting(code))
     job = LocalJob("cpu", "{}", tmp_path / "log")
     try:
         job._process.wait(60)

@@ -7,21 +7,14 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from sac_search.errors import UsageError
+from sac_search.worker.process import start_command
 
-_PACKAGE_ROOT = Path(__file__).parents[2]
-# As `python -m sac_search.fleet`, with the current folder last in the path instead of first: a
-# user's random.py or profile.py must not be what torch imports.
-_START = (
-    "import sys; sys.path += [sys.argv.pop(), '']; "
-    "from sac_search.fleet.__main__ import main; sys.exit(main())"
-)
 _LOG_TAIL_LINES = 8
 _MINUTES = 24 * 60
 
@@ -60,7 +53,7 @@ class LocalJob:
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  `kill` closes it
         with log_path.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _START, str(_PACKAGE_ROOT)],
+                start_command("fleet"),
                 stdin=subprocess.PIPE,
                 stdout=self._output,
                 stderr=log,

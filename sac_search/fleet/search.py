@@ -20,6 +20,7 @@ from sac_search.errors import NoPolicyFits, SacSearchError, StudyNotFound, Usage
 from sac_search.fleet.job import JobReport, JobRequest, options_to_json
 from sac_search.fleet.launching import Job, JobLost, start_local, start_ray, start_slurm
 from sac_search.options import Listener, SearchOptions
+from sac_search.pipeline import reported
 from sac_search.study.candidate import Candidate
 from sac_search.study.result import SearchResult
 from sac_search.study.store import StudyStore, TrialReader, open_study
@@ -123,7 +124,12 @@ def search_with_workers(
     if not workers.devices:  # they left their files where they ran
         artifacts.write_files(result, folder)
         if options.report:
-            result = _reported(result, folder, options, listener)
+            path = folder / artifacts.REPORT_FILE
+
+            def write(found: SearchResult = result) -> SearchResult:
+                return artifacts.write_report(found, open_study(folder, options.storage), path)
+
+            result = reported(result, write, listener)
     if result.best is None and not result.interrupted:
         raise NoPolicyFits(artifacts.no_fit_message(result))
     return result
@@ -172,17 +178,6 @@ def _started(
     if workers.kind == "ray":
         return start_ray(requests, gpus=gpus)
     return start_slurm(requests, folder, gpus=gpus, parameters=slurm)
-
-
-def _reported(
-    result: SearchResult, folder: Path, options: SearchOptions, listener: Listener
-) -> SearchResult:
-    try:
-        store = open_study(folder, options.storage)
-        return artifacts.write_report(result, store, folder / artifacts.REPORT_FILE)
-    except SacSearchError as error:
-        listener.on_note(f"No report was written: {error}")
-        return result
 
 
 class _Watch:

@@ -11,8 +11,8 @@ from sac_search.frontier import Frontier, FrontierPoint
 from sac_search.records import Evidence, Measurement, Outcome, Verification
 from sac_search.space import Granularity, label_of, saved_name, unsavable_ops
 from sac_search.study.baselines import COMPILE, COMPILE_FULL, FULL, NONE
-from sac_search.study.candidate import Candidate
-from sac_search.study.goal import GoalKind, peak_of
+from sac_search.study.candidate import Candidate, peak_of
+from sac_search.study.goal import GoalKind
 from sac_search.study.result import SearchResult
 from sac_search.trace import LayerTrace
 from sac_search.worker.session import Verdict

@@ -23,6 +23,7 @@ from sac_search.errors import StudyError, StudyFileError, StudyNotFound
 from sac_search.records import Bytes, Environment, Outcome
 from sac_search.study.candidate import Candidate
 from sac_search.study.dashboard import readable_policy
+from sac_search.study.goal import BUDGET_CONSTRAINT
 from sac_search.study.storage import (
     DATABASE_NAME,
     errors_named,
@@ -31,7 +32,6 @@ from sac_search.study.storage import (
 )
 from sac_search.study.store import (
     BATCHES_MARK,
-    CONSTRAINT,
     StudyStore,
     check_same,
     holds_batches,
@@ -174,7 +174,7 @@ class BatchStore(StudyStore):
             attributes,
             value=throughput,
             system_attrs={"constraints": [excess_gib]},
-            constraints={CONSTRAINT: excess_gib},
+            constraints={BUDGET_CONSTRAINT: excess_gib},
         )
 
     def _create(

@@ -87,7 +87,7 @@ def rank(candidates: Iterable[Candidate], budget_bytes: int) -> list[Candidate]:
     while fitting:
         fastest = min(fitting, key=_seconds)
         alike = [c for c in fitting if _within_noise(c, fastest)]
-        chosen = min(alike, key=lambda c: (_peak(c), c.policy.complexity, _seconds(c)))
+        chosen = min(alike, key=lambda c: (peak_of(c), c.policy.complexity, _seconds(c)))
         ranked.append(chosen)
         fitting.remove(chosen)
     return ranked
@@ -110,6 +110,7 @@ def _seconds(candidate: Candidate) -> float:
     return candidate.step_seconds
 
 
-def _peak(candidate: Candidate) -> int:
+def peak_of(candidate: Candidate) -> int:
+    """Returns the measured peak of a candidate that ran."""
     assert candidate.measurement is not None
     return candidate.measurement.peak_bytes

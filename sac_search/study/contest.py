@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from sac_search.records import Outcome
 from sac_search.study.batches import BatchStore, Compared
-from sac_search.study.candidate import Candidate
+from sac_search.study.candidate import Candidate, peak_of
 from sac_search.study.finish import Winner, choose_winner, confirm, known_as_wrong
 from sac_search.study.size_search import SizeSearch, noise_of
 from sac_search.study.throughput_result import SizeResult, ranked_candidates, sizes_of
@@ -134,7 +134,7 @@ def _ranked(results: Mapping[int, SizeResult], sizes: Sequence[SizeSearch]) -> l
         least = most * (1 - min(noise, _LARGEST_TIE_FRACTION))
         return merits[size.batch_size] >= (is_compared, least)
 
-    first = min(filter(is_alike, fitting), key=_peak_bytes)
+    first = min(filter(is_alike, fitting), key=lambda size: peak_of(_best_of(size)))
     return [first, *(size for size in fitting if size is not first)]
 
 
@@ -148,9 +148,3 @@ def _best_of(size: SizeSearch) -> Candidate:
     best = size.best
     assert best is not None
     return best
-
-
-def _peak_bytes(size: SizeSearch) -> int:
-    measurement = _best_of(size).measurement
-    assert measurement is not None
-    return measurement.peak_bytes

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from sac_search.records import Failure, Outcome
 from sac_search.study.baselines import FULL, NONE
-from sac_search.study.candidate import Candidate
+from sac_search.study.candidate import Candidate, peak_of
 from sac_search.study.finish import (
     CONFIRMING_STEPS,
     FINALISTS,
@@ -23,7 +23,7 @@ from sac_search.study.finish import (
     with_confirmed_figures,
 )
 from sac_search.study.front import pareto_front, spread
-from sac_search.study.goal import GoalKind, peak_of
+from sac_search.study.goal import GoalKind, Limits
 from sac_search.study.measurer import Measurer
 from sac_search.study.store import Confirmation, StudyStore
 from sac_search.worker.session import Verdict
@@ -126,11 +126,8 @@ class FinalStage:
 
     def settle(self) -> bool:
         """Measures the best again. Returns whether another is best by that."""
-        candidates = self.store.candidates()
-        wrong = {c.policy.key for c in known_as_wrong(self.store, candidates)}
-        sound = [c for c in candidates if c.policy.key not in wrong]
-        limits = self.store.limits_for(with_confirmed_figures(self.store, candidates))
-        before = self.store.goal.rank(with_confirmed_figures(self.store, sound), limits)[:1]
+        sound = self._sound()
+        before = self.store.goal.rank(sound, self._limits())[:1]
         after = self._ranked(sound)[:1]
         return [c.policy.key for c in before] != [c.policy.key for c in after]
 
@@ -143,7 +140,7 @@ class FinalStage:
         store, goal = self.store, self.store.goal
         for _ in range(_MOST_ROUNDS if self.steps else 0):
             known = with_confirmed_figures(store, sound)
-            limits = store.limits_for(with_confirmed_figures(store, store.candidates()))
+            limits = self._limits()
             ranked = goal.rank(known, limits)
             confirmed = self._confirmed_keys()
             best = next((c for c in ranked if c.policy.key in confirmed), None)
@@ -161,13 +158,16 @@ class FinalStage:
             if not self.measure_again(chosen):
                 break
         known = with_confirmed_figures(store, sound)
-        limits = store.limits_for(with_confirmed_figures(store, store.candidates()))
+        limits = self._limits()
         ranked = goal.rank(known, limits)
         confirmed = self._confirmed_keys()
         if not self.steps:
             # What is better than the ends, and was not measured again yet, is not behind them.
             confirmed -= {c.policy.key for c in known if c.name in (NONE, FULL)}
         return sorted(ranked, key=lambda c: c.policy.key not in confirmed)
+
+    def _limits(self) -> Limits:
+        return self.store.limits_for(with_confirmed_figures(self.store, self.store.candidates()))
 
     def measure_again(self, chosen: Sequence[Candidate]) -> bool:
         """Measures `chosen` side by side, no and full checkpointing along with them.

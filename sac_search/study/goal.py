@@ -15,7 +15,7 @@ from typing import Literal
 from sac_search import units
 from sac_search.records import FailureKind, Outcome
 from sac_search.study.baselines import FULL, NONE
-from sac_search.study.candidate import Candidate, rank
+from sac_search.study.candidate import Candidate, peak_of, rank
 from sac_search.study.front import pareto_front, spot_of, undominated_fraction
 
 # Names of the constraints in every trial: at most zero when the policy is within the limit.
@@ -271,12 +271,6 @@ class Goal:
 
 SPEED = Goal()
 """The fastest step under a budget."""
-
-
-def peak_of(candidate: Candidate) -> int:
-    """Returns the measured peak of a candidate that ran."""
-    assert candidate.measurement is not None
-    return candidate.measurement.peak_bytes
 
 
 def _progress_of_front(

@@ -14,8 +14,8 @@ import numpy as np
 from sac_search.planning import PlannedPolicy, PolicyPlanner, Prices
 from sac_search.space import Assignment
 from sac_search.study.advisor import Advisor
-from sac_search.study.candidate import Candidate
-from sac_search.study.goal import Limits, peak_of
+from sac_search.study.candidate import Candidate, peak_of
+from sac_search.study.goal import Limits
 
 # A part of the range between full and no checkpointing to which the smallest budget is found.
 _RESOLUTION_FRACTION = 0.004

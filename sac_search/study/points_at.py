@@ -7,8 +7,8 @@ from dataclasses import replace
 from sac_search import units
 from sac_search.errors import UsageError
 from sac_search.records import Evidence
-from sac_search.study.candidate import Candidate, rank
-from sac_search.study.goal import SPEED, peak_of
+from sac_search.study.candidate import Candidate, peak_of, rank
+from sac_search.study.goal import SPEED
 from sac_search.study.result import SearchResult
 
 

@@ -281,7 +281,7 @@ class Search:
         """Searches beyond plans and baselines. Returns why it stopped."""
         if not self.is_finished():
             self._optimize(self._propose, count=None, callbacks=[self._stop_when_finished])
-        self._write_beliefs()
+        self.write_beliefs()
         return self._stop_reason
 
     def run_some(self, count: int) -> str:
@@ -305,10 +305,6 @@ class Search:
         """Returns what full checkpointing recomputes in one step, as traced, if planned."""
         advisor = self._ready_advisor() if self.settings.sampler.plans else None
         return None if advisor is None else advisor.recompute_seconds
-
-    def write_beliefs(self) -> None:
-        """Keeps in the study what is believed of costs, as at the end of a search."""
-        self._write_beliefs()
 
     def is_finished(self) -> bool:
         """Whether the study needs no further trials; the reason is then known."""
@@ -420,7 +416,8 @@ class Search:
     def _mode_of(self, candidate: Candidate) -> RunMode:
         return self.space.mode_of(candidate.policy)
 
-    def _write_beliefs(self) -> None:
+    def write_beliefs(self) -> None:
+        """Keeps in the study what is believed of costs."""
         if not self._has_news or RunMode.EAGER not in self.space.run_modes:
             return
         advisor = self._ready_advisor()

@@ -30,7 +30,7 @@ from sac_search.space import Decision
 from sac_search.study.attributes import joined_value, outdated_parts, split_value
 from sac_search.study.baselines import NONE
 from sac_search.study.candidate import Candidate, drift_free_seconds
-from sac_search.study.goal import BUDGET_CONSTRAINT, SPEED, Goal, Limits, Told
+from sac_search.study.goal import SPEED, Goal, Limits, Told
 from sac_search.study.insights import Insights
 from sac_search.study.sampler import WORKER
 from sac_search.study.storage import (
@@ -47,8 +47,6 @@ from sac_search.trace import LayerTrace
 
 BATCHES_MARK = "batches_schema_version"
 """The attribute of a study over batch sizes: see `batches`."""
-# The name of the constraint in every trial: at most zero when the policy fits.
-CONSTRAINT = BUDGET_CONSTRAINT
 _REFERENCE_PREFIX = "baseline: "
 _FORECAST_PREFIX = "forecast: "
 

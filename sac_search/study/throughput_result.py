@@ -18,7 +18,7 @@ from sac_search.study.batches import (
     SizeState,
     size_folder,
 )
-from sac_search.study.candidate import Candidate, rank
+from sac_search.study.candidate import Candidate, peak_of, rank
 from sac_search.study.finish import known_as_wrong, known_candidates
 from sac_search.study.result import SearchResult, find_candidate
 from sac_search.study.store import StudyStore, open_study
@@ -229,7 +229,7 @@ def _entry(result: ThroughputResult, size: SizeResult) -> dict[str, Any]:
         "samples_per_second": samples,
         "tokens_per_second": result.tokens(samples),
         "step_seconds": size.step_seconds,
-        "peak_bytes": None if best is None or best.measurement is None else _peak(best),
+        "peak_bytes": None if best is None or best.measurement is None else peak_of(best),
         "policy": None if best is None else policy_document(best.policy),
         "samples_per_second_without_checkpointing": size.samples_per_second_of(size.none),
         "samples_per_second_with_full_checkpointing": size.samples_per_second_of(size.full),
@@ -237,8 +237,3 @@ def _entry(result: ThroughputResult, size: SizeResult) -> dict[str, Any]:
         "forecast_full_peak_bytes": record.full_peak_bytes,
         "measured_policies": sum(not c.is_ruled_out for c in size.candidates),
     }
-
-
-def _peak(candidate: Candidate) -> int:
-    assert candidate.measurement is not None
-    return candidate.measurement.peak_bytes

@@ -28,12 +28,17 @@ _LOG_TAIL_LINES = 8
 _LOG_TAIL_BYTES = 2**16
 _POLL_SECONDS = 1.0
 _PACKAGE_ROOT = Path(__file__).parents[2]
-# As `python -m sac_search.worker`, with the current folder last in the path instead of first: a
-# user's random.py or profile.py must not be what torch imports.
+# With the current folder last in the path instead of first: a user's random.py or profile.py must
+# not be what torch imports.
 _START = (
     "import sys; sys.path += [sys.argv.pop(), '']; "
-    "from sac_search.worker.__main__ import main; sys.exit(main())"
+    "from sac_search.{}.__main__ import main; sys.exit(main())"
 )
+
+
+def start_command(package: str) -> list[str]:
+    """Returns what starts a package of sac-search in a process of its own, as `python -m` does."""
+    return [sys.executable, "-P", "-c", _START.format(package), str(_PACKAGE_ROOT)]
 
 
 class WorkerLost(Exception):
@@ -57,7 +62,7 @@ class WorkerProcess:
         with log_path.open("ab") as log:
             self._log_start = log.seek(0, os.SEEK_END)
             self._child = subprocess.Popen(
-                [sys.executable, "-P", "-c", _START, str(_PACKAGE_ROOT)],
+                start_command("worker"),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

@@ -20,6 +20,7 @@ from wsgiref.util import setup_testing_defaults
 
 import optuna
 import pytest
+from databases import free_port
 from scripted import MIB, Listener, ScriptedMeasurer
 
 from sac_search import interrupts
@@ -180,13 +181,6 @@ class TestAttachedFiles:
         attach_files(open_study(folder), [folder / "policy.py"])
         [other] = open_study(folder).artifacts.values()
         assert (folder / "artifacts" / other).read_bytes() == (folder / "policy.py").read_bytes()
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
 
 
 def test_a_taken_port_is_told(tmp_path: Path) -> None:

@@ -25,11 +25,11 @@ from sac_search.policy import NO_CHECKPOINTING
 from sac_search.records import Evidence
 from sac_search.space import Granularity, build_space
 from sac_search.study.baselines import FULL, NONE, RECOMPUTE_ALL, TORCHTITAN
-from sac_search.study.candidate import Candidate
+from sac_search.study.candidate import Candidate, peak_of
 from sac_search.study.finish import Winner
 from sac_search.study.forecasting import RESERVE_FRACTION, ForecastStudy
 from sac_search.study.front import pareto_front
-from sac_search.study.goal import Goal, GoalKind, peak_of
+from sac_search.study.goal import Goal, GoalKind
 from sac_search.study.store import StudyStore, create_study, open_study
 
 BUDGET_BYTES = 120 * MIB

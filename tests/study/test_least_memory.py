@@ -23,8 +23,9 @@ from sac_search.report import rows
 from sac_search.report.explain import explain
 from sac_search.space import Granularity, SearchSpace
 from sac_search.study.baselines import FULL, NONE
+from sac_search.study.candidate import peak_of
 from sac_search.study.final import FinalStage
-from sac_search.study.goal import OVERHEAD_CONSTRAINT, Goal, GoalKind, peak_of
+from sac_search.study.goal import OVERHEAD_CONSTRAINT, Goal, GoalKind
 from sac_search.study.result import SearchResult, to_document
 from sac_search.study.sampler import SamplerName
 from sac_search.study.search import Search

@@ -23,9 +23,10 @@ from sac_search.pipeline import run_search
 from sac_search.policy import NO_CHECKPOINTING
 from sac_search.report import rows
 from sac_search.space import Granularity, SearchSpace
+from sac_search.study.candidate import peak_of
 from sac_search.study.final import MOST_POINTS
 from sac_search.study.front import pareto_front, spot_of
-from sac_search.study.goal import Goal, GoalKind, peak_of
+from sac_search.study.goal import Goal, GoalKind
 from sac_search.study.points_at import faster_at, result_at
 from sac_search.study.result import SearchResult, to_document
 from sac_search.study.sampler import SamplerName

@@ -22,9 +22,9 @@ from sac_search.space import Granularity, LayerChoiceMode, SearchSpace
 from sac_search.study import search as search_module
 from sac_search.study.baselines import BASELINE_NAMES, FULL, NONE, RECOMPUTE_ALL
 from sac_search.study.candidate import rank
+from sac_search.study.goal import BUDGET_CONSTRAINT
 from sac_search.study.sampler import SamplerName
 from sac_search.study.search import Search
-from sac_search.study.store import CONSTRAINT
 
 BUDGET_BYTES = 120 * MIB
 RANDOM = SamplerName.RANDOM
@@ -346,7 +346,7 @@ def test_a_ruled_out_trial_is_told_as_infeasible_by_its_forecast() -> None:
     for name in ruled_out:
         trial = trials[name]
         excess_bytes = measurer.peak_bytes(known[name].policy) - BUDGET_BYTES
-        assert trial.constraints[CONSTRAINT] == pytest.approx(excess_bytes / 2**30)
+        assert trial.constraints[BUDGET_CONSTRAINT] == pytest.approx(excess_bytes / 2**30)
         assert trial.state is optuna.trial.TrialState.COMPLETE
         assert trial.user_attrs["outcome_text"].startswith("forecast over the budget")
 

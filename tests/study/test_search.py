@@ -30,9 +30,9 @@ from sac_search.study import neighbours
 from sac_search.study import search as search_module
 from sac_search.study.baselines import BASELINE_NAMES, EVERY_SECOND, FULL, NONE, TORCHTITAN
 from sac_search.study.candidate import rank
+from sac_search.study.goal import BUDGET_CONSTRAINT
 from sac_search.study.sampler import SamplerName
 from sac_search.study.search import Search
-from sac_search.study.store import CONSTRAINT
 
 BUDGET_BYTES = 120 * MIB  # between full checkpointing (74 MiB) and none (173 MiB)
 RANDOM = SamplerName.RANDOM
@@ -185,7 +185,7 @@ def test_every_completed_trial_has_its_constraint_for_optuna_and_for_the_dashboa
     for trial in trials:
         name = trial.user_attrs.get("same_as") or trial.user_attrs.get("baseline")
         candidate = known[name or f"trial {trial.number}"]
-        value = trial.constraints[CONSTRAINT]
+        value = trial.constraints[BUDGET_CONSTRAINT]
         assert trial.system_attrs["constraints"] == [value]
         assert (value <= 0) == candidate.fits(BUDGET_BYTES)
         if candidate.measurement is not None:
@@ -222,7 +222,9 @@ def test_out_of_memory_is_told_as_infeasible_and_slower_than_anything_that_ran()
     for trial in failed:
         assert trial.value == pytest.approx(2 * reference)
         assert trial.value > max(t.value for t in ran)
-        assert trial.constraints[CONSTRAINT] > max(t.constraints[CONSTRAINT] for t in ran)
+        assert trial.constraints[BUDGET_CONSTRAINT] > max(
+            t.constraints[BUDGET_CONSTRAINT] for t in ran
+        )
 
 
 @pytest.mark.parametrize("sampler", SamplerName)
@@ -232,7 +234,7 @@ def test_a_search_in_which_everything_fails_ends(sampler: SamplerName) -> None:
 
     assert search.run() == "6 trials measured (--trials 6)"
     assert {t.state for t in trials_of(search)} == {TrialState.COMPLETE}
-    assert all(t.constraints[CONSTRAINT] > 0 for t in trials_of(search))
+    assert all(t.constraints[BUDGET_CONSTRAINT] > 0 for t in trials_of(search))
     assert rank(search.store.candidates(), BUDGET_BYTES) == []
 
 
@@ -610,4 +612,4 @@ def test_a_trial_that_others_gave_up_meanwhile_is_written_anew(at: int) -> None:
     assert {c.policy.key for c in store.candidates()} == set(measurer.measured)
     assert {c.name for c in store.candidates() if c.is_baseline} == set(BASELINE_NAMES)
     complete = store.study.get_trials(states=(TrialState.COMPLETE,))
-    assert all(CONSTRAINT in trial.constraints for trial in complete)
+    assert all(BUDGET_CONSTRAINT in trial.constraints for trial in complete)

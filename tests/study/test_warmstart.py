@@ -13,9 +13,10 @@ from scripted import ENVIRONMENT, Listener, ScriptedMeasurer
 from sac_search.api import SearchOptions, run_search
 from sac_search.space import LayerChoiceMode
 from sac_search.study.baselines import BASELINE_NAMES
+from sac_search.study.goal import BUDGET_CONSTRAINT
 from sac_search.study.result import SearchResult
 from sac_search.study.sampler import SamplerName
-from sac_search.study.store import CONSTRAINT, open_study
+from sac_search.study.store import open_study
 
 
 def search(
@@ -69,7 +70,7 @@ def test_copied_trials_teach_the_sampler_under_the_new_budget(tmp_path: Path) ->
     assert len(copied) >= 8
     for trial in trials:
         if "peak_gib" in trial.user_attrs:
-            excess_gib = trial.constraints[CONSTRAINT]
+            excess_gib = trial.constraints[BUDGET_CONSTRAINT]
             assert excess_gib == pytest.approx(trial.user_attrs["peak_gib"] - 90 / 1024, abs=1e-4)
             assert trial.system_attrs["constraints"] == [excess_gib]
 
